@@ -1,9 +1,12 @@
-"""What narrow gradients and parameters do to accuracy: examples/digits on 2 trainers and 2 parameter servers, row by row.
+"""What narrow gradients and parameters do to accuracy: examples/digits on 2 trainers and 2 parameter servers,
+row by row.
 
-    python -m benchmarks.accuracy [--seeds 1,2,3] [--rows sync-float32,...] [--epochs 12] [--markdown | --json]
+    python -m benchmarks.accuracy [--seeds 1,2,3] [--rows sync-float32,...] [--epochs 12] [--markdown |
+    --json]
 
-Each row and seed is one `trireme run`. Synchronous runs repeat to the bit; asynchronous ones differ from run to run. The rows
-`small-...` train with gradients ten million times smaller (benchmarks/scripts/digits_scaled.py).
+Each row and seed is one `trireme run`. Synchronous runs repeat to the bit; asynchronous ones differ from run
+to run. The rows `small-...` train with gradients ten million times smaller
+(benchmarks/scripts/digits_scaled.py).
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ class Row:
     @property
     def title(self) -> str:
         feedback = {True: ", fed back", False: ", not fed back", None: ""}[self.feedback]
-        return f"{self.mode} | {self.gradients}{feedback}{' (x 1e-7)' if self.scale != 1 else ''} | {self.parameters}"
+        return (
+            f"{self.mode} | {self.gradients}{feedback}{' (x 1e-7)' if self.scale != 1 else ''} | "
+            f"{self.parameters}"
+        )
 
 
 ROWS = {
@@ -87,7 +93,9 @@ def trireme_run(script: Path, options: Mapping[str, object]) -> list[str]:
 def said(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
     """What the command writes to stdout. Raises SystemExit if it fails."""
     everything = {**os.environ, **environment}
-    done = subprocess.run(command, env=everything, capture_output=True, text=True, timeout=limit_s, check=False)
+    done = subprocess.run(
+        command, env=everything, capture_output=True, text=True, timeout=limit_s, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed with {done.returncode}:\n{done.stderr}{done.stdout}")
     return done.stdout
@@ -111,12 +119,15 @@ def line(found: Found) -> str:
     percent = [100 * accuracy for accuracy in found.accuracies]
     spread = f"{min(percent):.1f}-{max(percent):.1f}"
     return (
-        f"| {ROWS[found.row].title} | {statistics.mean(percent):.1f} | {spread} | {statistics.mean(found.losses):.3f} |"
+        f"| {ROWS[found.row].title} | {statistics.mean(percent):.1f} | {spread} | "
+        f"{statistics.mean(found.losses):.3f} |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--epochs", type=int, default=12)

@@ -1,10 +1,12 @@
-"""How fast the REST API answers beside a running job: python -m benchmarks.api [--rate 200] [--seconds 30] [--json]
+"""How fast the REST API answers beside a running job: python -m benchmarks.api [--rate 200] [--seconds 30]
+[--json]
 
-A local job (etcd, a master, a parameter server, two trainers, with tokens) trains all the time. Requests are sent at --rate a second
-whether or not earlier ones were answered, so a slow answer does not hide those that wait behind it: each time is counted from the
-moment when the request was due. They take turns: the job, its tasks, its members, events, metrics, checkpoints, Prometheus.
-The first request for each path counts, too. Shown are quantiles in ms over all of them and for each path, and the steps/s of the job
-without and beside them. The requests come from a process of their own.
+A local job (etcd, a master, a parameter server, two trainers, with tokens) trains all the time. Requests are
+sent at --rate a second whether or not earlier ones were answered, so a slow answer does not hide those that
+wait behind it: each time is counted from the moment when the request was due. They take turns: the job, its
+tasks, its members, events, metrics, checkpoints, Prometheus. The first request for each path counts, too.
+Shown are quantiles in ms over all of them and for each path, and the steps/s of the job without and beside
+them. The requests come from a process of their own.
 """
 
 from __future__ import annotations
@@ -71,10 +73,13 @@ def optimizer(model):
 
 
 async def ask(url: str, token: str, rate: float, seconds: float) -> dict[str, list[float]]:
-    """Seconds from when each request was due until its answer was read, by path. Raises SystemExit for an answer that is none."""
+    """Seconds from when each request was due until its answer was read, by path. Raises SystemExit for an
+    answer that is none."""
     found: dict[str, list[float]] = {path: [] for path in PATHS}
     connector = aiohttp.TCPConnector(limit=64)
-    async with aiohttp.ClientSession(connector=connector, headers={"Authorization": f"Bearer {token}"}) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, headers={"Authorization": f"Bearer {token}"}
+    ) as session:
 
         async def one(path: str, due: float) -> None:
             async with session.get(url + path) as answer:
@@ -93,7 +98,11 @@ async def ask(url: str, token: str, rate: float, seconds: float) -> dict[str, li
 
 
 def ask_alone(
-    url: str, token: str, rate: float, seconds: float, told: multiprocessing.SimpleQueue[dict[str, list[float]]]
+    url: str,
+    token: str,
+    rate: float,
+    seconds: float,
+    told: multiprocessing.SimpleQueue[dict[str, list[float]]],
 ) -> None:
     told.put(asyncio.run(ask(url, token, rate, seconds)))
 
@@ -134,7 +143,9 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, object]:
             while await steps_of(url, admin) < 20:
                 await asyncio.sleep(0.2)
         calm = await steps_a_second(url, admin, CALM_S)
-        told: multiprocessing.SimpleQueue[dict[str, list[float]]] = multiprocessing.get_context("spawn").SimpleQueue()
+        told: multiprocessing.SimpleQueue[dict[str, list[float]]] = multiprocessing.get_context(
+            "spawn"
+        ).SimpleQueue()
         arguments = (url, viewer, given.rate, given.seconds, told)
         asking = multiprocessing.get_context("spawn").Process(target=ask_alone, args=arguments)
         asking.start()
@@ -151,10 +162,14 @@ def row(name: str, times_s: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--sleep", type=float, default=0.02, help="seconds of a minibatch, beside its arithmetic")
+    parser.add_argument(
+        "--sleep", type=float, default=0.02, help="seconds of a minibatch, beside its arithmetic"
+    )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     telemetry.configure(level="ERROR", json=False)

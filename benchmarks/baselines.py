@@ -1,4 +1,5 @@
-"""The floor that dense.py's rows stand on, and what all of them share: processes of their own, gradients, the check.
+"""The floor that dense.py's rows stand on, and what all of them share: processes of their own, gradients, the
+check.
 
 floor   one socket, both directions at once, blocking threads, nothing computed
 """
@@ -39,7 +40,8 @@ def gradient_of(elements: int):
 
 
 def is_right(parameters, optimizer: str, rounds: int, dtype: str = "float32") -> bool:
-    """Whether `parameters` are what plain torch computes in so many rounds from zeros, both ways in `dtype`."""
+    """Whether `parameters` are what plain torch computes in so many rounds from zeros, both ways in
+    `dtype`."""
     import torch
 
     travels = getattr(torch, dtype)
@@ -61,7 +63,9 @@ class Remote:
     def __init__(self, made, *arguments) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, made, arguments, next(self.cores)), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, made, arguments, next(self.cores)), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -115,7 +119,9 @@ def free_port() -> int:
 class EchoServer:
     def __init__(self, path: str) -> None:
         self._listening = (
-            socket.create_server(path, family=socket.AF_UNIX) if path else socket.create_server(("127.0.0.1", 0))
+            socket.create_server(path, family=socket.AF_UNIX)
+            if path
+            else socket.create_server(("127.0.0.1", 0))
         )
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -165,7 +171,9 @@ class Floor:
     def setup(self, mib: int, _: str) -> None:
         self._size = mib << 20
         if self._connection is None:
-            self._connection = socket.socket(socket.AF_UNIX if isinstance(self._address, str) else socket.AF_INET)
+            self._connection = socket.socket(
+                socket.AF_UNIX if isinstance(self._address, str) else socket.AF_INET
+            )
             self._connection.connect(self._address)
         self._out, self._into = memoryview(bytearray(self._size)), memoryview(bytearray(self._size))
 

@@ -1,17 +1,20 @@
-"""What a synchronous checkpoint costs: python -m benchmarks.checkpoint [--mib 64 256] [--optimizers SGD Adam] [--folder DIR]
-[--batch 128] [--rounds 8] [--quiet 5] [--markdown | --json]
+"""What a synchronous checkpoint costs: python -m benchmarks.checkpoint [--mib 64 256] [--optimizers SGD Adam]
+[--folder DIR] [--batch 128] [--rounds 8] [--quiet 5] [--markdown | --json]
 
-pause      a step whose version is copied against one that is not, in a parameter server's core, without network; beside it
-           the time to copy the same state (values and optimizer) into memory that was touched before
-write      a part (checksum, fsync, rename) against a plain write and fsync of as many bytes (through the page cache or past it,
-           whichever was faster), alone and beside steps
-slow-down  steps beside the writing of a part against steps without, of a trainer that computes (one thread; a residual
-           network with that many parameters) and of one that only exchanges (the same gradients again and again)
+pause      a step whose version is copied against one that is not, in a parameter server's core, without
+           network; beside it the time to copy the same state (values and optimizer) into memory that was
+           touched before
+write      a part (checksum, fsync, rename) against a plain write and fsync of as many bytes (through the page
+           cache or past it, whichever was faster), alone and beside steps
+slow-down  steps beside the writing of a part against steps without, of a trainer that computes (one thread; a
+           residual network with that many parameters) and of one that only exchanges (the same gradients
+           again and again)
 
-bare       the same beside a bare loop that writes as many bytes past the page cache: what this machine makes of any write
+bare       the same beside a bare loop that writes as many bytes past the page cache: what this machine makes
+           of any write
 
-Rounds of all kinds alternate; each has its own steps without a write, write, and plain write. Medians and quartiles of
-rounds are shown.
+Rounds of all kinds alternate; each has its own steps without a write, write, and plain write. Medians and
+quartiles of rounds are shown.
 """
 
 from __future__ import annotations
@@ -100,8 +103,12 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="of parameters, multiples of 16")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=[64, 256], help="of parameters, multiples of 16"
+    )
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to write")
     parser.add_argument("--batch", type=int, default=128, help="records of a step")
@@ -224,7 +231,8 @@ WRITES = (
     "|---|---|---|---|---|---|---|---|---|"
 )
 STEPS = (
-    "| parameters | optimizer | steps | without a write, ms | beside a write, slower | lost by a checkpoint, ms | written, MiB/s | / plain "
+    "| parameters | optimizer | steps | without a write, ms | beside a write, slower | lost by a "
+    "checkpoint, ms | written, MiB/s | / plain "
     "| beside bare writes, slower | written, MiB/s | part / bare |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|"
 )
@@ -235,14 +243,19 @@ def tables(rows: Sequence[Row]) -> str:
     for row in rows:
         named = f"| {row.parameters_mib} MiB | {row.optimizer} |"
         writes.append(
-            f"{named} {row.part_mib} MiB | {row.copy_s * 1e3:.1f} ms | {row.pause_s * 1e3:.1f} ms | {row.pause_s / row.copy_s:.2f} | "
-            f"{row.plain_mib_per_s.shown('.0f')} | {row.alone_mib_per_s:.0f} MiB/s | {row.alone_mib_per_s / row.plain_mib_per_s.median:.0%} |"
+            f"{named} {row.part_mib} MiB | {row.copy_s * 1e3:.1f} ms | {row.pause_s * 1e3:.1f} ms "
+            f"| {row.pause_s / row.copy_s:.2f} | "
+            f"{row.plain_mib_per_s.shown('.0f')} | {row.alone_mib_per_s:.0f} MiB/s | "
+            f"{row.alone_mib_per_s / row.plain_mib_per_s.median:.0%} |"
         )
         for kind, found in (("training", row.training), ("exchanging only", row.exchanging)):
             steps.append(
-                f"{named} {kind} | {found.step_s.shown('.0f', 1e3)} | {found.slow_down.shown('+.0%')} | {found.lost_s.shown('.0f', 1e3)} | "
-                f"{found.mib_per_s.shown('.0f')} | {found.to_plain.shown('.0%')} | {found.bare_slow_down.shown('+.0%')} | "
-                f"{found.bare_mib_per_s.shown('.0f')} | {found.mib_per_s.median / found.bare_mib_per_s.median:.0%} |"
+                f"{named} {kind} | {found.step_s.shown('.0f', 1e3)} | "
+                f"{found.slow_down.shown('+.0%')} | {found.lost_s.shown('.0f', 1e3)} | "
+                f"{found.mib_per_s.shown('.0f')} | {found.to_plain.shown('.0%')} | "
+                f"{found.bare_slow_down.shown('+.0%')} | "
+                f"{found.bare_mib_per_s.shown('.0f')} | "
+                f"{found.mib_per_s.median / found.bare_mib_per_s.median:.0%} |"
             )
     return "\n".join([*writes, "", *steps])
 

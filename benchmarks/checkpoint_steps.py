@@ -1,10 +1,12 @@
-"""Steps of a trainer while a part of a checkpoint is written: the trainer's own pieces against a parameter server's.
+"""Steps of a trainer while a part of a checkpoint is written: the trainer's own pieces against a parameter
+server's.
 
     trainer (this process): forward, backward, blocks pushed as they are finished, the next version pulled
     parameter server (a process): steps, copies the versions that are asked for, writes them behind the steps
 
-The server's process tells through a pipe where it listens, then of each part that it has written. Every second one it only
-writes as many bytes of nothing in a bare loop: what the machine makes of any write beside such steps.
+The server's process tells through a pipe where it listens, then of each part that it has written. Every
+second one it only writes as many bytes of nothing in a bare loop: what the machine makes of any write beside
+such steps.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ PAST_CACHE = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True)
 class Part:
-    """Written from `begin` to `end` of the machine's monotonic clock; `bare`: only as many bytes of nothing."""
+    """Written from `begin` to `end` of the machine's monotonic clock; `bare`: only as many bytes of
+    nothing."""
 
     begin: float
     end: float
@@ -68,8 +71,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Round:
-    """Steps without a write, and then those beside one. `lost`: what the step that is copied and those beside the write took
-    more than as many without; `beside`: of that, without the copied one, in `written` seconds of writing."""
+    """Steps without a write, and then those beside one. `lost`: what the step that is copied and those beside
+    the write took more than as many without; `beside`: of that, without the copied one, in `written` seconds
+    of writing."""
 
     step_s: float
     lost_s: float
@@ -80,7 +84,8 @@ class Round:
 
 
 def slow_downs(rounds: Sequence[Round]) -> list[float]:
-    """Of steps, if something were written all the time, from what each round lost in the usual time of a write."""
+    """Of steps, if something were written all the time, from what each round lost in the usual time of a
+    write."""
     written = statistics.median(one.written_s for one in rounds)
     return [written / max(written - one.beside_s, 1e-9) - 1 for one in rounds]
 
@@ -102,7 +107,9 @@ class Steps:
     def __init__(self, mib: int, optimizer: str, batch: int, folder: Path) -> None:
         os.environ |= {"RESIDUAL_MIB": str(mib), "RESIDUAL_OPTIMIZER": optimizer}
         user = load(SCRIPT)
-        spec = JobSpec(job=JOB, script=str(SCRIPT), dataset=user.dataset(), storage=str(folder), lanes=1, device="cpu")
+        spec = JobSpec(
+            job=JOB, script=str(SCRIPT), dataset=user.dataset(), storage=str(folder), lanes=1, device="cpu"
+        )
         self._thread, self._folder = ThreadPoolExecutor(1), folder
         self._compute = TorchCompute(user, spec, self._thread, shared=True)
         self._blocks = tuple(block.number for block in self._compute.layout.blocks())
@@ -176,9 +183,17 @@ class Steps:
         return self._parts.recv()
 
     async def _init(self) -> None:
-        record = StepRecord(version=0, positions=(LanePosition(lane=0),), lane_zero=self._compute.initial_lane_zero())
+        record = StepRecord(
+            version=0, positions=(LanePosition(lane=0),), lane_zero=self._compute.initial_lane_zero()
+        )
         header = InitHeader(
-            job=JOB, generation=0, mode=Mode.SYNC, lanes=1, layout=self._compute.layout, pserver=0, record=record
+            job=JOB,
+            generation=0,
+            mode=Mode.SYNC,
+            lanes=1,
+            layout=self._compute.layout,
+            pserver=0,
+            record=record,
         )
         await self._port.init(header, self._initial())
 
@@ -207,7 +222,9 @@ class Steps:
 
         async with asyncio.TaskGroup() as group, aclosing(outbox.stream()) as blocks:
             pushing = group.create_task(self._port.push(header, blocks))
-            pulling = group.create_task(self._port.pull(wanted, lambda item: self._compute.staging(item.block)))
+            pulling = group.create_task(
+                self._port.pull(wanted, lambda item: self._compute.staging(item.block))
+            )
             if computes:
                 self._compute.forget_nodes()
                 await self._compute.gradient((0, 1), 0, step, self._records, SimpleNamespace(done=done))
@@ -266,7 +283,8 @@ def overlap(step: tuple[float, float], part: Part) -> float:
 
 
 def plain_speed(folder: Path, size: int) -> float:
-    """MiB/s of a write and fsync of `size` bytes: the faster of one through the page cache and one past it."""
+    """MiB/s of a write and fsync of `size` bytes: the faster of one through the page cache and one past
+    it."""
     speeds = []
     for flag in {0, PAST_CACHE}:
         begin = time.perf_counter()

@@ -1,10 +1,13 @@
-"""A benchmark of an older commit and of this tree, in turn: python -m benchmarks.compare REV [--turns 5] -- dense --rows tcp,shm
+"""A benchmark of an older commit and of this tree, in turn: python -m benchmarks.compare REV [--turns 5] --
+dense --rows tcp,shm
 
-Each turn runs `python -m benchmarks.NAME ARGUMENTS --json` once in a worktree of REV and once here, the order swapped every
-turn, so both see the same machine. A figure's ratio is taken turn by turn, this tree's by REV's; the table shows the median
-of the ratios and their quartiles. Exit code 1 if a median is worse than --limit (default: nothing is judged).
+Each turn runs `python -m benchmarks.NAME ARGUMENTS --json` once in a worktree of REV and once here, the order
+swapped every turn, so both see the same machine. A figure's ratio is taken turn by turn, this tree's by
+REV's; the table shows the median of the ratios and their quartiles. Exit code 1 if a median is worse than
+--limit (default: nothing is judged).
 
-Of `collective` the part `jobs` is compared. A REV from before a benchmark's arguments or JSON fields were what they are now cannot be compared.
+Of `collective` the part `jobs` is compared. A REV from before a benchmark's arguments or JSON fields were
+what they are now cannot be compared.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ Figures = dict[str, tuple[float, str]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rev", help="the older commit")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--limit", type=float, help="how much slower a median may be: 0.05 is 5 %%")
@@ -35,7 +40,8 @@ def main() -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark")
     given = parser.parse_args()
     turns: list[tuple[Figures, Figures]] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the worktree is removed
+    # so that the worktree is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="trireme-compare-") as folder:
         older = Path(folder) / "older"
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -61,7 +67,9 @@ def measured(tree: Path, name: str, arguments: list[str]) -> Figures:
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} in {tree} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(
+            f"{' '.join(command)} in {tree} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
     return dict(FIGURES[name](done.stdout if name == "collective" else json.loads(done.stdout)))
 
 
@@ -72,7 +80,9 @@ def report(turns: list[tuple[Figures, Figures]], rev: str, limit: float | None) 
         before = [older[figure][0] for older, _ in turns]
         now = [newer[figure][0] for _, newer in turns]
         ratios = [b / a for a, b in zip(before, now, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        low, middle, high = (
+            statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        )
         slower = middle - 1 if better == LOWER else 1 / middle - 1
         worst = max(worst, slower)
         cells = f"{statistics.median(before):.3g} | {statistics.median(now):.3g}"
@@ -93,7 +103,10 @@ def of_steps(found: Any) -> Iterator[tuple[str, tuple[float, str]]]:
 
 def of_dispatch(found: Any) -> Iterator[tuple[str, tuple[float, str]]]:
     for row in found["rows"]:
-        name = f"{row['tasks']:.0e} tasks, {row['clients']} {row['client']} clients, {row['requests']} requests a pair"
+        name = (
+            f"{row['tasks']:.0e} tasks, {row['clients']} {row['client']} clients, {row['requests']} "
+            "requests a pair"
+        )
         yield f"{name}, pairs/s", (row["pairs_per_s"], HIGHER)
         if row["failover_s"] is not None:
             yield f"{row['tasks']:.0e} tasks, failover, s", (row["failover_s"], LOWER)

@@ -1,21 +1,24 @@
-"""Dense parameters: push the gradient, step the optimizer, pull the parameters. All rows in one run, rounds interleaved.
+"""Dense parameters: push the gradient, step the optimizer, pull the parameters. All rows in one run, rounds
+interleaved.
 
-    python -m benchmarks.dense [--mib 1,16,64] [--rounds 15] [--optimizers SGD,Adam] [--rows floor,tcp,...] [--calls 2000] [--peers FOLDER]
+    python -m benchmarks.dense [--mib 1,16,64] [--rounds 15] [--optimizers SGD,Adam] [--rows floor,tcp,...]
+    [--calls 2000] [--peers FOLDER]
                                [--bind] [--markdown | --json]
 
-Times vary with the machine; the ratios within one run are what counts. `net` is what /proc/net/dev saw on the loopback
-device per round (bytes received, so 64 MiB there and back show as 134 MB); a UNIX socket shows none. `CPU ms` of a round are
-those of each process, ours and the peers' servers first.
-torch's rows choose the chunks that are fastest (torch_peers.py), and name them. All processes get memory as `trireme run` lets
-its members have it (malloc.TUNABLES). Rounds in which everybody else on the machine took more than a tenth of a core are
-repeated, at most three times as many; stderr says what the rounds that count had.
+Times vary with the machine; the ratios within one run are what counts. `net` is what /proc/net/dev saw on the
+loopback device per round (bytes received, so 64 MiB there and back show as 134 MB); a UNIX socket shows none.
+`CPU ms` of a round are those of each process, ours and the peers' servers first. torch's rows choose the
+chunks that are fastest (torch_peers.py), and name them. All processes get memory as `trireme run` lets its
+members have it (malloc.TUNABLES). Rounds in which everybody else on the machine took more than a tenth of a
+core are repeated, at most three times as many; stderr says what the rounds that count had.
 
-A second table tells of our rows how late the event loops were (99th percentile and worst, ours being woken every 2 ms; up to 1 ms
-is the loop's own clock), and how much memory a pserver and a trainer took above their start, against their bounds (a
-trainer's: 2 vectors, since nothing computes with a third one here, and measurements.TRAINER_MIB). With --calls, a
-third one tells how long almost empty calls take. --peers: Ray and MXNet, from virtual environments in that folder (see
-benchmarks/other_systems). --bind takes the kernel's choice away, which here may put both ends of a row on one core for a whole run: then
-a round takes what both take of a processor, one after the other.
+A second table tells of our rows how late the event loops were (99th percentile and worst, ours being woken
+every 2 ms; up to 1 ms is the loop's own clock), and how much memory a pserver and a trainer took above their
+start, against their bounds (a trainer's: 2 vectors, since nothing computes with a third one here, and
+measurements.TRAINER_MIB). With --calls, a third one tells how long almost empty calls take. --peers: Ray and
+MXNet, from virtual environments in that folder (see benchmarks/other_systems). --bind takes the kernel's
+choice away, which here may put both ends of a row on one core for a whole run: then a round takes what both
+take of a processor, one after the other.
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ class Row:
 
 @dataclass
 class Inside:
-    """Of our own rows: (99th percentile, worst) delay of the event loops, memory of a pserver and of a trainer."""
+    """Of our own rows: (99th percentile, worst) delay of the event loops, memory of a pserver and of a
+    trainer."""
 
     pserver_lag_ms: tuple[float, float]
     trainer_lag_ms: tuple[float, float]
@@ -178,7 +182,9 @@ def measure(contenders: dict[str, Contender], mib: int, optimizer: str, rounds: 
         tried.append(round_of(contenders))
     kept = sorted(range(len(tried)), key=lambda number: tried[number][0])[:rounds]
     worst = tried[kept[-1]][0]
-    print(f"{mib} MiB, {optimizer}: others took at most {worst:.2f} cores; {len(tried)} rounds", file=sys.stderr)
+    print(
+        f"{mib} MiB, {optimizer}: others took at most {worst:.2f} cores; {len(tried)} rounds", file=sys.stderr
+    )
     times = {name: [tried[number][1][name].took for number in kept] for name in contenders}
     medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
     rows = []
@@ -198,7 +204,20 @@ def measure(contenders: dict[str, Contender], mib: int, optimizer: str, rounds: 
         how = contender.how if isinstance(contender, Peers) else ""
         best, right = min(times[name]) * 1e3, contender.check()
         rows.append(
-            Row(name, mib, optimizer, medians[name], best, (low, high), net, cpu_ms, right, ratios, how, inside)
+            Row(
+                name,
+                mib,
+                optimizer,
+                medians[name],
+                best,
+                (low, high),
+                net,
+                cpu_ms,
+                right,
+                ratios,
+                how,
+                inside,
+            )
         )
     return rows
 
@@ -235,7 +254,8 @@ def calls_of(contenders: dict[str, Contender], count: int) -> list[Calls]:
 
 
 HEAD = (
-    "| what | MiB | optimizer | median ms | quartiles | best | CPU ms | net MB | x floor | x RPC TCP | x RPC | x gloo | right |\n"
+    "| what | MiB | optimizer | median ms | quartiles | best | CPU ms | net MB | x floor | x RPC "
+    "TCP | x RPC | x gloo | right |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -248,14 +268,17 @@ def table(rows: list[Row]) -> str:
         )
         low, high = row.quartiles_ms
         lines.append(
-            f"| {TITLES[row.row]}{row.how and f', {row.how}'} | {row.mib} | {row.optimizer} | {row.median_ms:.1f} | {low:.1f}-{high:.1f} | "
-            f"{row.lowest_ms:.1f} | {' + '.join(f'{ms:.0f}' for ms in row.cpu_ms)} | {row.net_mb:.0f} | {ratios} | {'yes' if row.right else 'NO'} |"
+            f"| {TITLES[row.row]}{row.how and f', {row.how}'} | {row.mib} | {row.optimizer} | "
+            f"{row.median_ms:.1f} | {low:.1f}-{high:.1f} | "
+            f"{row.lowest_ms:.1f} | {' + '.join(f'{ms:.0f}' for ms in row.cpu_ms)} | "
+            f"{row.net_mb:.0f} | {ratios} | {'yes' if row.right else 'NO'} |"
         )
     return "\n".join(lines)
 
 
 INSIDE_HEAD = (
-    "\n| what | MiB | optimizer | pserver's loop late, p99-worst ms | trainers' loops late | pserver MiB | bound | trainer MiB | bound |\n"
+    "\n| what | MiB | optimizer | pserver's loop late, p99-worst ms | trainers' loops late | "
+    "pserver MiB | bound | trainer MiB | bound |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
 CALLS_HEAD = "\n| an almost empty call | p50 us | p99 us | worst us |\n|---|---|---|---|"
@@ -263,8 +286,10 @@ CALLS_HEAD = "\n| an almost empty call | p50 us | p99 us | worst us |\n|---|---|
 
 def inside_table(rows: list[Row]) -> str:
     return "\n".join(
-        f"| {TITLES[row.row]} | {row.mib} | {row.optimizer} | {of.pserver_lag_ms[0]:.1f}-{of.pserver_lag_ms[1]:.1f} | "
-        f"{of.trainer_lag_ms[0]:.1f}-{of.trainer_lag_ms[1]:.1f} | {of.pserver_mib:.0f} | {of.bound_mib:.0f} | "
+        f"| {TITLES[row.row]} | {row.mib} | {row.optimizer} | "
+        f"{of.pserver_lag_ms[0]:.1f}-{of.pserver_lag_ms[1]:.1f} | "
+        f"{of.trainer_lag_ms[0]:.1f}-{of.trainer_lag_ms[1]:.1f} | {of.pserver_mib:.0f} | "
+        f"{of.bound_mib:.0f} | "
         f"{of.trainer_mib:.0f} | {of.trainer_bound_mib:.0f} |"
         for row in rows
         if (of := row.inside) is not None
@@ -272,20 +297,24 @@ def inside_table(rows: list[Row]) -> str:
 
 
 def bound(name: str) -> Iterator[set[int]]:
-    """The cores of a row's processes, servers first; rows of more than two processes may use all. The last core is that of this
-    process as well, which is the floor's client."""
+    """The cores of a row's processes, servers first; rows of more than two processes may use all. The last
+    core is that of this process as well, which is the floor's client."""
     every = sorted(EVERY)
     os.sched_setaffinity(0, {every[-1]})
     return itertools.repeat(EVERY) if "2" in name else itertools.cycle([{every[0]}, {every[-1]}])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", default="1,16,64")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizers", default="SGD,Adam")
     parser.add_argument("--rows", default=",".join(TITLES))
-    parser.add_argument("--calls", type=int, default=0, help="how many almost empty calls to time, one after the other")
+    parser.add_argument(
+        "--calls", type=int, default=0, help="how many almost empty calls to time, one after the other"
+    )
     parser.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="of virtual environments with ray and mxnet in them"
     )
@@ -294,7 +323,8 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true", help="the default")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    os.environ.update(process_setup.memory_tunables(os.environ))  # as `trireme run` starts its members; for everybody
+    # as `trireme run` starts its members; for everybody
+    os.environ.update(process_setup.memory_tunables(os.environ))
     rows: list[Row] = []
     calls: list[Calls] = []
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
@@ -320,10 +350,18 @@ def main() -> int:
         lines = [f"| {TITLES[c.row]} | {c.p50_us:.0f} | {c.p99_us:.0f} | {c.worst_us:.0f} |" for c in calls]
         print("\n".join([CALLS_HEAD, *lines]))
     if given.json:
-        machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
+        machine = {
+            "cpus": os.cpu_count(),
+            "machine": platform.platform(),
+            "python": platform.python_version(),
+        }
         print(
             json.dumps(
-                {"machine": machine, "rows": [asdict(row) for row in rows], "calls": [asdict(call) for call in calls]},
+                {
+                    "machine": machine,
+                    "rows": [asdict(row) for row in rows],
+                    "calls": [asdict(call) for call in calls],
+                },
                 indent=1,
             )
         )

@@ -80,7 +80,8 @@ class PserverProcess:
 
 
 class Trainer:
-    """`share` of `of` trainers: pushes lane `share`, pulls everything. `dtype`: of gradients and parameters on their way."""
+    """`share` of `of` trainers: pushes lane `share`, pulls everything. `dtype`: of gradients and parameters
+    on their way."""
 
     def __init__(self, kind: str, share: int, of: int, uds: str, dtype: str) -> None:
         import torch
@@ -142,7 +143,13 @@ class Trainer:
 
         record = StepRecord(version=0, positions=tuple(LanePosition(lane=lane) for lane in range(self._of)))
         header = InitHeader(
-            job=JOB, generation=0, mode="sync", lanes=self._of, layout=self._layout, pserver=index, record=record
+            job=JOB,
+            generation=0,
+            mode="sync",
+            lanes=self._of,
+            layout=self._layout,
+            pserver=index,
+            record=record,
         )
         await self._ports[index].init(header, blocks())
 
@@ -175,14 +182,21 @@ class Trainer:
             for block in mine:
                 memory = self._out[block.number]
                 dtype = self._narrow[block.number]
-                item = PushBlock.model_construct(block=block.number, lanes=(lane, lane + 1), count=4, dtype=dtype)
+                item = PushBlock.model_construct(
+                    block=block.number, lanes=(lane, lane + 1), count=4, dtype=dtype
+                )
                 yield item, self._cast(block) if dtype else memory
 
         zero = LaneZero(options=({"lr": LR[self._optimizer]},)) if lane == 0 else None
         common = {"job": JOB, "generation": 1}
         numbers = tuple(block.number for block in mine)
         header = PushHeader(
-            **common, mode="sync", trainer="t", step=self._version, positions=(LanePosition(lane=lane),), lane_zero=zero
+            **common,
+            mode="sync",
+            trainer="t",
+            step=self._version,
+            positions=(LanePosition(lane=lane),),
+            lane_zero=zero,
         )
         dtype = self._narrow[0]
         wanted = PullRequest(**common, version=self._version + 1, blocks=numbers, wait_s=30, dtype=dtype)
@@ -268,7 +282,8 @@ class Trireme:
         return took
 
     def keep_rounds(self, numbers: Sequence[int]) -> None:
-        """Lags of the other rounds so far do not count: the first ones touch new memory, others were disturbed."""
+        """Lags of the other rounds so far do not count: the first ones touch new memory, others were
+        disturbed."""
         self._windows = [self._windows[number] for number in numbers]
 
     def calls(self, count: int) -> list[float]:
@@ -285,7 +300,9 @@ class Trireme:
 
     def memory(self) -> tuple[int, int]:
         """The most that one pserver and one trainer took, in bytes, without others' memory that they read."""
-        pserver, trainer = (max(peer.ask("memory") for peer in peers) for peers in (self._servers, self._trainers))
+        pserver, trainer = (
+            max(peer.ask("memory") for peer in peers) for peers in (self._servers, self._trainers)
+        )
         return pserver, trainer
 
     def cpu(self) -> list[float]:

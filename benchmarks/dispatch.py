@@ -1,15 +1,18 @@
-"""Tasks at the master: acquire + complete pairs per second, memory and failover, whatever the length of the queue.
+"""Tasks at the master: acquire + complete pairs per second, memory and failover, whatever the length of the
+queue.
 
-    python -m benchmarks.dispatch [--tasks 1e3,1e5,1e7] [--clients 1,16,64] [--requests 2,1] [--client lean,trainer]
+    python -m benchmarks.dispatch [--tasks 1e3,1e5,1e7] [--clients 1,16,64] [--requests 2,1] [--client
+    lean,trainer]
                                   [--seconds 4] [--no-failover] [--masterless 1,4,8] [--markdown | --json]
 
-A real etcd that syncs every write, a real leading master and a standby as processes; the clients are all in this process:
-`lean` ones (benchmarks/minimal_client.py: HTTP, token and records are real, the cost is not a trainer's) or the trainers' own
-(trainer_agent/tasks/source.py). A pair is two requests, or one: completeTask with `next`. Members are keys that nobody is
-behind, a task is one record. CPU milliseconds per pair, of each process, say what limits a row; `sync` is the median time
-of an fdatasync on that disk, beside each measurement. Failover: from SIGKILL of the leader to the first task that the
-standby gives; the leader's lease (`--ttl` seconds) is part of it unless the standby finds the port refused before.
-`--masterless`: the same without a master, for so many trainers, each a process (benchmarks/masterless.py).
+A real etcd that syncs every write, a real leading master and a standby as processes; the clients are all in
+this process: `lean` ones (benchmarks/minimal_client.py: HTTP, token and records are real, the cost is not a
+trainer's) or the trainers' own (trainer_agent/tasks/source.py). A pair is two requests, or one: completeTask
+with `next`. Members are keys that nobody is behind, a task is one record. CPU milliseconds per pair, of each
+process, say what limits a row; `sync` is the median time of an fdatasync on that disk, beside each
+measurement. Failover: from SIGKILL of the leader to the first task that the standby gives; the leader's lease
+(`--ttl` seconds) is part of it unless the standby finds the port refused before. `--masterless`: the same
+without a master, for so many trainers, each a process (benchmarks/masterless.py).
 """
 
 from __future__ import annotations
@@ -56,7 +59,10 @@ JOB = "dispatch"
 TOKEN = "benchmark"
 KEYS = Keys(JOB)
 LAYOUT = Layout(
-    segments=(), block_bytes=1 << 20, digest="none", optimizer=OptimizerSpec(name="SGD", defaults={}, groups=({},))
+    segments=(),
+    block_bytes=1 << 20,
+    digest="none",
+    optimizer=OptimizerSpec(name="SGD", defaults={}, groups=({},)),
 )
 START_S = 60.0
 WARM_UP_S = 1.0
@@ -68,7 +74,8 @@ Port = HttpMaster | MinimalMaster
 
 @dataclass
 class Row:
-    """`cpu_ms`: per pair, of master, etcd, clients. `others`: cores that all other processes used. `failover_s` is measured once for each number of tasks."""
+    """`cpu_ms`: per pair, of master, etcd, clients. `others`: cores that all other processes used.
+    `failover_s` is measured once for each number of tasks."""
 
     tasks: int
     clients: int
@@ -97,7 +104,9 @@ class Job:
         self._requests = itertools.count()
 
     async def __aenter__(self) -> Self:
-        folder = self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="trireme-bench-")))
+        folder = self._folder = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="trireme-bench-"))
+        )
         spec = self._spec(folder)
         (folder / "spec.json").write_bytes(spec.to_bytes())
         self.embedded = EmbeddedEtcd(folder / "etcd", log_path=folder / "etcd.log")
@@ -196,8 +205,12 @@ class Job:
 
     async def completed(self, port: Port, trainer: str, task: Task, *, take: bool = False) -> Task | None:
         """The next task if it is to be taken and there is one at once. Raises TriremeError."""
-        following = TakeNext(request=f"r{next(self._requests)}", generation=self._generation) if take else None
-        done = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch, records=1, next=following)
+        following = (
+            TakeNext(request=f"r{next(self._requests)}", generation=self._generation) if take else None
+        )
+        done = CompleteTask(
+            trainer=trainer, attempt=task.attempt, epoch=task.epoch, records=1, next=following
+        )
         return (await port.complete_task(task.task_id, done)).next
 
     async def until_served(self, limit_s: float) -> None:
@@ -306,11 +319,16 @@ def sync_ms(folder: Path, times: int = 50) -> float:
 def _listens(pid: int, port: int) -> bool:
     import psutil
 
-    return any(found.laddr.port == port for found in psutil.Process(pid).net_connections() if found.status == "LISTEN")
+    return any(
+        found.laddr.port == port
+        for found in psutil.Process(pid).net_connections()
+        if found.status == "LISTEN"
+    )
 
 
 HEAD = (
-    "| tasks | clients | requests a pair | pairs/s | p50 ms | p99 ms | CPU ms a pair: master, etcd, clients | others' cores | sync ms | master MiB | failover s |\n"
+    "| tasks | clients | requests a pair | pairs/s | p50 ms | p99 ms | CPU ms a pair: master, "
+    "etcd, clients | others' cores | sync ms | master MiB | failover s |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -319,8 +337,10 @@ def line(row: Row) -> str:
     cpu = ", ".join(f"{row.cpu_ms[name]:.2f}" for name in ("master", "etcd", "clients"))
     failover = "" if row.failover_s is None else f"{row.failover_s:.2f}"
     return (
-        f"| {row.tasks:.0e} | {row.clients} {row.client} | {row.requests} | {row.pairs_per_s:.0f} | {row.p50_ms:.1f} | "
-        f"{row.p99_ms:.1f} | {cpu} | {row.others:.2f} | {row.sync_ms:.1f} | {row.master_mib:.0f} | {failover} |"
+        f"| {row.tasks:.0e} | {row.clients} {row.client} | {row.requests} | {row.pairs_per_s:.0f} "
+        f"| {row.p50_ms:.1f} | "
+        f"{row.p99_ms:.1f} | {cpu} | {row.others:.2f} | {row.sync_ms:.1f} | {row.master_mib:.0f} | "
+        f"{failover} |"
     )
 
 
@@ -337,7 +357,9 @@ async def run(given: argparse.Namespace) -> list[Row]:
         async with job_of(tasks, max(given.clients), given.ttl) as job:
             found = [
                 await job.measure(clients, client, requests, given.seconds)
-                for clients, client, requests in itertools.product(given.clients, given.client, given.requests)
+                for clients, client, requests in itertools.product(
+                    given.clients, given.client, given.requests
+                )
             ]
             if given.failover:
                 found[-1].failover_s = await job.failover()
@@ -353,10 +375,14 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=["1e3", "1e5", "1e7"])
     parser.add_argument("--clients", type=numbers, default=[1, 16, 64])
-    parser.add_argument("--requests", type=numbers, default=[2, 1], help="a pair: 2, or 1 (completeTask with `next`)")
+    parser.add_argument(
+        "--requests", type=numbers, default=[2, 1], help="a pair: 2, or 1 (completeTask with `next`)"
+    )
     parser.add_argument("--client", type=lambda text: text.split(","), default=["lean"], help="lean, trainer")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--ttl", type=float, default=3.0, help="of the leader's lease")
@@ -372,8 +398,16 @@ def main() -> int:
         rows = runner.run(run(given))
         bare = runner.run(masterless.rows(given.masterless, given.seconds))
     if given.json:
-        machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
-        print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows], "masterless": bare}, indent=1))
+        machine = {
+            "cpus": os.cpu_count(),
+            "machine": platform.platform(),
+            "python": platform.python_version(),
+        }
+        print(
+            json.dumps(
+                {"machine": machine, "rows": [asdict(row) for row in rows], "masterless": bare}, indent=1
+            )
+        )
     elif bare:
         print("\n" + masterless.table(bare))
     return 0

@@ -1,13 +1,14 @@
-"""What many jobs leave behind: python -m benchmarks.jobs_memory [--jobs 100] [--seconds 120] [--waves 2] [--json]
+"""What many jobs leave behind: python -m benchmarks.jobs_memory [--jobs 100] [--seconds 120] [--waves 2]
+[--json]
 
-`trireme up` starts a pool of --trainers and --pservers places: a real master, a real etcd, and real members with a tiny model whose
-minibatches sleep. Each wave submits --jobs jobs at once, waits until all have ended, and deletes them. A job has one trainer and
-one parameter server and trains for about --seconds. Every job must be COMPLETED, started once, with each record trained as often
-as it has epochs.
+`trireme up` starts a pool of --trainers and --pservers places: a real master, a real etcd, and real members
+with a tiny model whose minibatches sleep. Each wave submits --jobs jobs at once, waits until all have ended,
+and deletes them. A job has one trainer and one parameter server and trains for about --seconds. Every job
+must be COMPLETED, started once, with each record trained as often as it has epochs.
 
     master      resident memory of the leader: before, the most, after the deletion
-    etcd keys   and what they take in its file after a compaction (`live`); `file`: the file itself, which never shrinks by
-                itself: its free pages are used again
+    etcd keys   and what they take in its file after a compaction (`live`); `file`: the file itself, which
+                never shrinks by itself: its free pages are used again
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class Cluster:
 
     def __init__(self, up: subprocess.Popen[bytes], client: AsyncClient, etcd: Etcd) -> None:
         self.client, self.etcd = client, etcd
-        found = [each for each in psutil.Process(up.pid).children() if "master_service" in " ".join(each.cmdline())]
+        found = [
+            each for each in psutil.Process(up.pid).children() if "master_service" in " ".join(each.cmdline())
+        ]
         assert len(found) == 1, found
         self.master = found[0].pid
 
@@ -150,7 +153,9 @@ async def started(given: argparse.Namespace, folder: Path) -> AsyncIterator[Clus
         async with client_of(facts.url, facts.token) as client:
             cluster = Cluster(up, client, etcd)
             async with asyncio.timeout(START_S):
-                while len([each async for each in client.list_pool_members()]) < given.trainers + given.pservers:
+                while (
+                    len([each async for each in client.list_pool_members()]) < given.trainers + given.pservers
+                ):
                     await asyncio.sleep(LOOK_S)
             yield cluster
         await etcd.close()
@@ -166,7 +171,12 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Wave]:
     data = str(folder / "x.npy")
     text = SCRIPT.format(data=data, sleep_s=given.sleep)
     settings = JobSettings(
-        dataset=Npy(data), epochs=epochs, global_batch_size=BATCH, lanes=1, pservers=1, checkpoint_every_epochs=None
+        dataset=Npy(data),
+        epochs=epochs,
+        global_batch_size=BATCH,
+        lanes=1,
+        pservers=1,
+        checkpoint_every_epochs=None,
     )
     request = {
         "settings": settings,
@@ -183,12 +193,17 @@ async def one_wave(
     names = [f"wave-{number}-job-{each}" for each in range(given.jobs)]
     before, begin = await cluster.look(), time.monotonic()
     peak_mib, peak_keys = before.master_mib, before.keys
-    await asyncio.gather(*(cluster.client.create_job(CreateJob(**request, name=name), key=name) for name in names))
+    await asyncio.gather(
+        *(cluster.client.create_job(CreateJob(**request, name=name), key=name) for name in names)
+    )
     rounds = -(-given.jobs // min(given.trainers, given.pservers))
     async with asyncio.timeout(rounds * (given.seconds + JOB_S)):
         while True:
             jobs = {each.job: each async for each in cluster.client.list_jobs()}
-            peak_mib, peak_keys = max(peak_mib, memory_mib(cluster.master)), max(peak_keys, await cluster.keys())
+            peak_mib, peak_keys = (
+                max(peak_mib, memory_mib(cluster.master)),
+                max(peak_keys, await cluster.keys()),
+            )
             if all(jobs[name].end_time for name in names):
                 break
             await asyncio.sleep(LOOK_S)
@@ -198,7 +213,9 @@ async def one_wave(
             await delete(cluster.client, name)
     seconds = time.monotonic() - begin
     after = await cluster.look()
-    return Wave(given.jobs, seconds, before, max(peak_mib, ended.master_mib), peak_keys, ended, after, tuple(wrong))
+    return Wave(
+        given.jobs, seconds, before, max(peak_mib, ended.master_mib), peak_keys, ended, after, tuple(wrong)
+    )
 
 
 async def what_is_wrong(cluster: Cluster, job: ClusterJobView, epochs: int) -> str:
@@ -220,7 +237,9 @@ async def delete(client: AsyncClient, name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=120.0, help="that a job trains")
     parser.add_argument("--waves", type=int, default=2)
@@ -245,14 +264,18 @@ def main() -> None:
 
 def show(waves: list[Wave]) -> None:
     print(
-        "| wave | jobs | took | master before | most | all ended | deleted | keys before | most | deleted | etcd live | file |"
+        "| wave | jobs | took | master before | most | all ended | deleted | keys before | most | "
+        "deleted | etcd live | file |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for number, wave in enumerate(waves):
         print(
-            f"| {number} | {wave.jobs} | {wave.seconds:.0f} s | {wave.before.master_mib:.1f} MiB | {wave.peak_mib:.1f} "
-            f"| {wave.ended.master_mib:.1f} | {wave.after.master_mib:.1f} | {wave.before.keys} | {wave.peak_keys} "
-            f"| {wave.after.keys} | {wave.before.live_kib:.0f}, {wave.ended.live_kib:.0f}, {wave.after.live_kib:.0f} KiB "
+            f"| {number} | {wave.jobs} | {wave.seconds:.0f} s | {wave.before.master_mib:.1f} MiB | "
+            f"{wave.peak_mib:.1f} "
+            f"| {wave.ended.master_mib:.1f} | {wave.after.master_mib:.1f} | {wave.before.keys} | "
+            f"{wave.peak_keys} "
+            f"| {wave.after.keys} | {wave.before.live_kib:.0f}, {wave.ended.live_kib:.0f}, "
+            f"{wave.after.live_kib:.0f} KiB "
             f"| {wave.before.file_kib:.0f}, {wave.ended.file_kib:.0f}, {wave.after.file_kib:.0f} KiB |"
         )
     for text in (text for wave in waves for text in wave.wrong):

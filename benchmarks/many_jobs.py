@@ -1,8 +1,10 @@
-"""Three jobs with priorities on one pool: python -m benchmarks.many_jobs [--trainers 6] [--pservers 3] [--epochs 10] [--markdown]
+"""Three jobs with priorities on one pool: python -m benchmarks.many_jobs [--trainers 6] [--pservers 3]
+[--epochs 10] [--markdown]
 
-`trireme up` starts the pool, `trireme submit` the jobs of examples/digits: `low` (priority 20) first, `middle` (50) when `low` trains,
-`high` (90, at least 3 trainers) when both do. Shown: who had how many running trainers at which time, how long each job
-waited from its arrival for its least number of trainers, and whether each job's exported model has every bit of `trireme run` alone.
+`trireme up` starts the pool, `trireme submit` the jobs of examples/digits: `low` (priority 20) first,
+`middle` (50) when `low` trains, `high` (90, at least 3 trainers) when both do. Shown: who had how many
+running trainers at which time, how long each job waited from its arrival for its least number of trainers,
+and whether each job's exported model has every bit of `trireme run` alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ START_S, END_S = 120.0, 900.0
 
 @dataclass
 class Wanted:
-    """One job: what `trireme submit` gets, and what was seen of it. Times in seconds since the first submission."""
+    """One job: what `trireme submit` gets, and what was seen of it. Times in seconds since the first
+    submission."""
 
     name: str
     priority: int
@@ -70,10 +73,14 @@ class Wanted:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trainers", type=int, default=6)
     parser.add_argument("--pservers", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=10, help="of the job that comes last; the others train longer")
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="of the job that comes last; the others train longer"
+    )
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     telemetry.configure(level="ERROR", json=False)
@@ -137,7 +144,9 @@ async def the_cluster(folder: Path) -> Any:
 
 async def submit(job: Wanted, folder: Path) -> None:
     command = [*TRIREME, "submit", str(SCRIPT), *job.submission(), "--data-dir", str(folder)]
-    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     _, errors = await process.communicate()
     if process.returncode:
         sys.exit(errors.decode())
@@ -163,7 +172,9 @@ def same_bits(job: Wanted, folder: Path) -> bool:
         sys.exit(done.stderr.decode())
     one = next(alone.rglob(f"{job.name}/**/model.safetensors"))
     others = [
-        path for path in folder.rglob("model.safetensors") if alone not in path.parents and job.name in path.parts
+        path
+        for path in folder.rglob("model.safetensors")
+        if alone not in path.parents and job.name in path.parts
     ]
     ours, theirs = load_file(one), load_file(others[0])
     return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
@@ -179,7 +190,10 @@ def show(jobs: list[Wanted], same: dict[str, bool], *, markdown: bool) -> None:
     for job in jobs:
         arrived, served = job.arrived_s or 0.0, job.served_s or float("nan")
         bits = "same bits as alone" if same[job.name] else "OTHER BITS than alone"
-        print(f"{job.name}: {job.least} trainers {served - arrived:.1f} s after its arrival, {job.state}, {bits}")
+        print(
+            f"{job.name}: {job.least} trainers {served - arrived:.1f} s after its arrival, "
+            f"{job.state}, {bits}"
+        )
 
 
 def at_time(job: Wanted, at: float) -> int:

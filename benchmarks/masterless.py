@@ -1,7 +1,9 @@
-"""`python -m benchmarks.dispatch --masterless 1,4,8`: tasks taken and finished per second, without a master and with one, on a real etcd.
+"""`python -m benchmarks.dispatch --masterless 1,4,8`: tasks taken and finished per second, without a master
+and with one, on a real etcd.
 
-Each trainer is a process that takes a task and finishes it, again and again, with no training in between: the queue alone.
-With a master the trainers ask one over REST. A group commit carries what waits, so two transactions make at most one pair.
+Each trainer is a process that takes a task and finishes it, again and again, with no training in between: the
+queue alone. With a master the trainers ask one over REST. A group commit carries what waits, so two
+transactions make at most one pair.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ async def work(port: MasterPort, name: str, seconds: float, requests: int) -> tu
     while True:  # until the job runs with this trainer
         try:
             request += 1
-            answer = await port.acquire_task(AcquireTask(trainer=name, request=f"{name}-{request}", generation=0))
+            answer = await port.acquire_task(
+                AcquireTask(trainer=name, request=f"{name}-{request}", generation=0)
+            )
             if answer.task is not None:
                 break
         except TriremeError:
@@ -109,7 +113,13 @@ async def child(dispatch: Dispatch, url: str, folder: str, name: str, seconds: f
     if dispatch is Dispatch.ETCD:
         left = asyncio.Event()
         port = Dispatcher(
-            etcd, KEYS, name=name, url="", spec=spec_of(dispatch, folder), storage=lambda _: NoFiles(), probe=_alive
+            etcd,
+            KEYS,
+            name=name,
+            url="",
+            spec=spec_of(dispatch, folder),
+            storage=lambda _: NoFiles(),
+            probe=_alive,
         )
         running = asyncio.ensure_future(port.run(left))
         pairs, waits = await work(port, name, seconds, requests)
@@ -145,7 +155,11 @@ async def measure(dispatch: Dispatch, trainers: int, requests: int, seconds: flo
             master = None
             if dispatch is Dispatch.MASTER:
                 (Path(folder) / "spec.json").write_bytes(spec_of(dispatch, folder).to_bytes())
-                variables = {"TRIREME_JOB": "bench", "TRIREME_ETCD": embedded.url, "TRIREME_LOG_LEVEL": "ERROR"}
+                variables = {
+                    "TRIREME_JOB": "bench",
+                    "TRIREME_ETCD": embedded.url,
+                    "TRIREME_LOG_LEVEL": "ERROR",
+                }
                 variables |= {"TRIREME_SPEC": f"{folder}/spec.json", "PATH": "/usr/bin"}
                 argv = [sys.executable, "-m", "master_service"]
                 master = await asyncio.create_subprocess_exec(*argv, env=variables)
@@ -184,7 +198,11 @@ async def rows(trainers: list[int], seconds: float) -> list[dict]:
 
 def table(found: list[dict]) -> str:
     head = ("dispatch", "trainers", "requests a pair", "pairs/s", "commits lost a commit", "p50 ms", "p99 ms")
-    lines = [" | ".join(head), "|".join("---" for _ in head), *(" | ".join(map(str, row.values())) for row in found)]
+    lines = [
+        " | ".join(head),
+        "|".join("---" for _ in head),
+        *(" | ".join(map(str, row.values())) for row in found),
+    ]
     return "\n".join(f"| {line} |" for line in lines)
 
 

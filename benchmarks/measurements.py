@@ -1,5 +1,5 @@
-"""What a process says of itself while it is measured: how late its event loop is, and how much memory it takes; and what the
-whole machine does meanwhile."""
+"""What a process says of itself while it is measured: how late its event loop is, and how much memory it
+takes; and what the whole machine does meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TRAINER_MIB = 24  # of a trainer, whatever the model: records read ahead, connec
 
 
 class LoopLag:
-    """`run` as a task: sleeps and notes by how much it was woken too late. uvloop counts milliseconds: up to one is its own."""
+    """`run` as a task: sleeps and notes by how much it was woken too late. uvloop counts milliseconds: up to
+    one is its own."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[float, float, float]] = []
@@ -34,14 +35,16 @@ class LoopLag:
             self._worked.append(min(self._noted[-1][2], time.thread_time() - busy))
 
     def take(self, windows: list[tuple[float, float]]) -> list[float]:
-        """Seconds, of those noted within `windows` (first, last: of time.monotonic, which all processes share); all are
-        forgotten."""
+        """Seconds, of those noted within `windows` (first, last: of time.monotonic, which all processes
+        share); all are forgotten."""
         noted, self._noted = self._noted, []
-        return [lag for start, end, lag in noted if any(first <= start and end <= last for first, last in windows)]
+        return [
+            lag for start, end, lag in noted if any(first <= start and end <= last for first, last in windows)
+        ]
 
     def take_all(self) -> tuple[list[float], list[float]]:
-        """As `take`, whenever it was noted; and at most how much of each the loop's own thread worked: the rest it waited for a
-        processor."""
+        """As `take`, whenever it was noted; and at most how much of each the loop's own thread worked: the
+        rest it waited for a processor."""
         worked, self._worked = self._worked, []
         return self.take([(0.0, math.inf)]), worked
 
@@ -62,8 +65,8 @@ def machine_ms() -> float:
 
 
 class Memory:
-    """Resident bytes of this process above what it has now, at the highest (since `forget_peak`); pages of files (libraries, data)
-    do not count."""
+    """Resident bytes of this process above what it has now, at the highest (since `forget_peak`); pages of
+    files (libraries, data) do not count."""
 
     def __init__(self) -> None:
         self.forget_peak()

@@ -1,14 +1,17 @@
-"""Many members join: python -m benchmarks.members [--trainers 1000] [--pservers 100] [--join-seconds 10] [--json]
+"""Many members join: python -m benchmarks.members [--trainers 1000] [--pservers 100] [--join-seconds 10]
+[--json]
 
-A real etcd that syncs every write and a real master, each a process; the members are simulated in `--processes` others
-(benchmarks/simulated_members.py): real keys, leases, watches and requests for tasks, without models. Trainers join evenly over
-`--join-seconds`, parameter servers over the first `--pserver-seconds` of them (the job runs once these are there, so that each
-later join is one to a running job). Settled: every member knows the generation with all trainers in it, and every trainer has
-a task of each of its lanes in it (asynchronous: one task, or it waits for one).
+A real etcd that syncs every write and a real master, each a process; the members are simulated in
+`--processes` others (benchmarks/simulated_members.py): real keys, leases, watches and requests for tasks,
+without models. Trainers join evenly over `--join-seconds`, parameter servers over the first
+`--pserver-seconds` of them (the job runs once these are there, so that each later join is one to a running
+job). Settled: every member knows the generation with all trainers in it, and every trainer has a task of each
+of its lanes in it (asynchronous: one task, or it waits for one).
 
     to settle   seconds from the last join until all are settled
     told        keys and values that etcd sent to the members until then
-    requests    of the members to the master and to etcd, until all are settled; then, for `--calm-seconds`, per second
+    requests    of the members to the master and to etcd, until all are settled; then, for `--calm-seconds`,
+                per second
     CPU         seconds from the first join until all are settled; `cores`: divided by that time
 """
 
@@ -177,7 +180,9 @@ async def measure(given: argparse.Namespace) -> Result:
         limit_s = given.join_seconds + SETTLE_S
         async with asyncio.TaskGroup() as group:
             group.create_task(_initialise(processes, limit_s))
-            settling = [group.create_task(_line(process, "settled", limit_s)) for process in processes.members]
+            settling = [
+                group.create_task(_line(process, "settled", limit_s)) for process in processes.members
+            ]
         found = [each.result() for each in settling]
         settled_cpu, settled_at = processes.cpu_s(), time.monotonic()
         await asyncio.sleep(given.calm_seconds)
@@ -242,11 +247,15 @@ def _table(result: Result) -> str:
         "calm: requests/s to master, etcd": f"{result.calm_master_requests_per_s:.0f}, {result.calm_etcd_requests_per_s:.0f}",
         "calm: cores": ", ".join(f"{share:.2f}" for share in result.calm_cores.values()),
     }
-    return "| what | measured |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return "| what | measured |\n|---|---|\n" + "\n".join(
+        f"| {name} | {value} |" for name, value in rows.items()
+    )
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trainers", type=int, default=1000)
     parser.add_argument("--pservers", type=int, default=100, help="at most 128")
     parser.add_argument("--join-seconds", type=float, default=10.0)
@@ -255,7 +264,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="of the simulated members")
     parser.add_argument("--mode", choices=["sync", "async"], default="sync")
     parser.add_argument("--lanes", type=int, default=1024, help="of a synchronous job")
-    parser.add_argument("--tasks", type=int, default=10_000, help="fewer than trainers, asynchronous: the others wait")
+    parser.add_argument(
+        "--tasks", type=int, default=10_000, help="fewer than trainers, asynchronous: the others wait"
+    )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(words)
 

@@ -1,4 +1,5 @@
-"""A trainer's side of the task routes at the least cost: one keep-alive connection, real HTTP, the real token and records.
+"""A trainer's side of the task routes at the least cost: one keep-alive connection, real HTTP, the real token
+and records.
 
 A load generator: no redirects to another leader, no time limits of its own, one request at a time.
 """
@@ -46,7 +47,9 @@ class MinimalMaster(asyncio.Protocol):
         """The body of a 200. Raises the error that another answer carries, PeerError."""
         self._answer = asyncio.get_running_loop().create_future()
         length = b"Content-Length: %d\r\n\r\n" % len(body)
-        self._transport.write(b"".join((b"POST ", path, b" HTTP/1.1\r\n", self._fixed, headers, length, body)))
+        self._transport.write(
+            b"".join((b"POST ", path, b" HTTP/1.1\r\n", self._fixed, headers, length, body))
+        )
         status, answer = await self._answer
         if status != 200:
             problem = from_json(answer)

@@ -1,8 +1,9 @@
 """How long a job needs to get over a death: python -m benchmarks.recovery [--faults 10] [--markdown | --json]
 
-examples/charlm as `trireme run` starts it (2 trainers, 2 parameter servers, a standby master); one process after the other
-gets SIGKILL, as by `trireme chaos kill`, whose receipts are what is shown. In a second run there is a spare parameter
-server. The row of a parameter server without one is split by what launcher and parameter server logged.
+examples/charlm as `trireme run` starts it (2 trainers, 2 parameter servers, a standby master); one process
+after the other gets SIGKILL, as by `trireme chaos kill`, whose receipts are what is shown. In a second run
+there is a spare parameter server. The row of a parameter server without one is split by what launcher and
+parameter server logged.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from trireme_shared.platform.runtime.clock import seconds_between
 ROOT = Path(__file__).parents[1]
 JOB = "recovery"
 SETTINGS = {"global_batch_size": 16, "records_per_task": 16, "checkpoint_every_steps": 20}
-CALM_S, SPARE_S = 1.0, 6.0  # from the return of the last one that died to the next death; a spare one is seen by nobody
+# from the return of the last one that died to the next death; a spare one is seen by nobody
+CALM_S, SPARE_S = 1.0, 6.0
 KINDS = ("trainer", "master", "pserver", "spare")
 START_S = 120.0
 
@@ -55,9 +57,13 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=10, help="of each kind")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument(
+        "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS)
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--markdown", action="store_true")
     shape.add_argument("--json", action="store_true")
@@ -72,7 +78,8 @@ def main() -> None:
     for row in rows:
         one, target = row.document(), "" if row.target_s is None else f"< {row.target_s:g} s"
         print(
-            f"| {row.what} | {target} | {one['median_s']:.2f} s | {one['min_s']:.2f} s | {one['max_s']:.2f} s | {one['faults']} |"
+            f"| {row.what} | {target} | {one['median_s']:.2f} s | {one['min_s']:.2f} s | "
+            f"{one['max_s']:.2f} s | {one['faults']} |"
         )
 
 
@@ -86,22 +93,32 @@ async def measure(folder: Path, faults: int, kinds: Sequence[str]) -> list[Measu
                 rows.append(Measured("a trainer: next committed step", 1.0, steps(receipts)))
             if "master" in kinds:
                 receipts = [await killed(run, await leader(run)) for _ in range(faults)]
-                rows.append(Measured("the leading master, a standby waits: next committed step", None, steps(receipts)))
-                rows.append(Measured("the leading master, a standby waits: next task given out", 2.0, tasks(receipts)))
+                rows.append(
+                    Measured(
+                        "the leading master, a standby waits: next committed step", None, steps(receipts)
+                    )
+                )
+                rows.append(
+                    Measured("the leading master, a standby waits: next task given out", 2.0, tasks(receipts))
+                )
             if "pserver" in kinds:
                 receipts = [await killed(run, f"pserver-{number % 2}") for number in range(faults)]
                 rows.append(Measured("a parameter server: next committed step", 4.0, steps(receipts)))
                 splits = [split(run, receipt) for receipt in receipts]
                 rows += [
-                    Measured(f"&nbsp; of these: {name}", None, [parts[name] for parts in splits]) for name in splits[0]
+                    Measured(f"&nbsp; of these: {name}", None, [parts[name] for parts in splits])
+                    for name in splits[0]
                 ]
     if "spare" in kinds:
         with running(folder / "two", spares=1) as run:
             await first_step(run)
-            # in this order each one has a place again when its turn comes; the first may have been the spare one
+            # in this order each one has a place again when its turn comes; the first may have been the spare
+            # one
             receipts = [await killed(run, f"pserver-{number % 3}", SPARE_S) for number in range(faults + 1)]
             lost = [receipt for receipt in receipts if receipt.rolled_back_to is not None]
-            rows.append(Measured("a parameter server, a spare one waits: next committed step", 4.0, steps(lost)))
+            rows.append(
+                Measured("a parameter server, a spare one waits: next committed step", 4.0, steps(lost))
+            )
     return rows
 
 
@@ -132,14 +149,21 @@ async def leader(run: Path) -> str:
 
 
 def split(run: Path, receipt: Receipt) -> dict[str, float]:
-    """Seconds of a parameter server's recovery, by what launcher and it logged; what is left is everybody else's."""
+    """Seconds of a parameter server's recovery, by what launcher and it logged; what is left is everybody
+    else's."""
     events = [line for line in read_events(run) if line["child"] == receipt.killed]
     died = next(line["time"] for line in events if (line["pid"], line["what"]) == (receipt.pid, "died"))
     restarted = next(line["time"] for line in events if line["what"] == "restarted" and line["time"] > died)
     lines = [
-        json.loads(line) for line in (run / "logs" / f"{receipt.killed}.log").read_text().splitlines() if line[0] == "{"
+        json.loads(line)
+        for line in (run / "logs" / f"{receipt.killed}.log").read_text().splitlines()
+        if line[0] == "{"
     ]
-    at = {line["event"]: line["timestamp"] for line in reversed(lines) if seconds_between(died, line["timestamp"]) > 0}
+    at = {
+        line["event"]: line["timestamp"]
+        for line in reversed(lines)
+        if seconds_between(died, line["timestamp"]) > 0
+    }
     waiting, starting = seconds_between(died, restarted), seconds_between(restarted, at["index_claimed"])
     loading = seconds_between(at["rolling_back"], at["restored"])
     noticing, whole = receipt.noticed_s or 0.0, receipt.next_step_s or 0.0
@@ -157,9 +181,18 @@ def running(folder: Path, spares: int) -> Iterator[Path]:
     """`trireme run` on examples/charlm; the job's folder. Everything is stopped at the end."""
     folder.mkdir(parents=True)
     flags = {"job": JOB, "data-dir": folder, "epochs": 1000, "standbys": 1, "spare-pservers": spares}
-    command = [sys.executable, "-m", "trireme", "run", ROOT / "examples" / "charlm" / "charlm.py", "--no-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "trireme",
+        "run",
+        ROOT / "examples" / "charlm" / "charlm.py",
+        "--no-check",
+    ]
     command += [
-        word for name, value in (flags | {"trainers": 2, "pservers": 2}).items() for word in (f"--{name}", value)
+        word
+        for name, value in (flags | {"trainers": 2, "pservers": 2}).items()
+        for word in (f"--{name}", value)
     ]
     command += [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}

@@ -1,11 +1,12 @@
 """What a resize costs, live and by a restart: python -m benchmarks.resize [--mib 64] [--rounds 3] [--json]
 
-One trainer trains a model of --mib MiB of parameters with Adam (four times as many bytes of state: values of two versions, two
-tensors of the optimizer) on one parameter server. In each round it is resized to two and to three while it trains, back to one,
-and to two and three again by the strategy `restart` (checkpoint, load). A step is the time between two calls of the user's `loss`:
-forward, backward, push, optimizer, pull. Shown are medians over the rounds: the longest step during a resize, and the longest in the
-seconds before it, both beyond the median step of those seconds; by how much all steps during it were longer than that; the bytes
-that were sent against the fewest that make the loads even, and the prediction of a dry run.
+One trainer trains a model of --mib MiB of parameters with Adam (four times as many bytes of state: values of
+two versions, two tensors of the optimizer) on one parameter server. In each round it is resized to two and to
+three while it trains, back to one, and to two and three again by the strategy `restart` (checkpoint, load). A
+step is the time between two calls of the user's `loss`: forward, backward, push, optimizer, pull. Shown are
+medians over the rounds: the longest step during a resize, and the longest in the seconds before it, both
+beyond the median step of those seconds; by how much all steps during it were longer than that; the bytes that
+were sent against the fewest that make the loads even, and the prediction of a dry run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ GOAL_MS = 250
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of steps, MiB of payloads. `lost_ms`: the sum over the steps during the resize, beyond the median before it."""
+    """Milliseconds of steps, MiB of payloads. `lost_ms`: the sum over the steps during the resize, beyond the
+    median before it."""
 
     strategy: str
     before: int
@@ -66,7 +68,9 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=64, help="of parameters, a multiple of 16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
@@ -78,15 +82,20 @@ def main() -> None:
         print(json.dumps([asdict(row) for row in rows]))
         return
     print(
-        "| pservers | step before | longest before, beyond it | longest during, beyond it | median during | lost altogether "
-        "| longest pause of a group | took | sent | dry run | fewest |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        "| pservers | step before | longest before, beyond it | longest during, beyond it | median "
+        "during | lost altogether "
+        "| longest pause of a group | took | sent | dry run | fewest "
+        "|\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for row in medians(rows):
         goal = f" (goal {GOAL_MS})" if row.strategy == "live" else ""
         print(
-            f"| {row.before} to {row.after}, {row.strategy} | {row.median_ms:.0f} ms | {row.longest_before_beyond_ms:.0f} ms "
-            f"| {row.longest_beyond_ms:.0f} ms{goal} | {row.median_during_ms:.0f} ms, {row.steps_during} steps | {row.lost_ms:.0f} ms "
-            f"| {row.longest_pause_ms:.0f} ms | {row.seconds:.1f} s, {row.groups} groups | {row.moved_mib:.1f} MiB "
+            f"| {row.before} to {row.after}, {row.strategy} | {row.median_ms:.0f} ms | "
+            f"{row.longest_before_beyond_ms:.0f} ms "
+            f"| {row.longest_beyond_ms:.0f} ms{goal} | {row.median_during_ms:.0f} ms, "
+            f"{row.steps_during} steps | {row.lost_ms:.0f} ms "
+            f"| {row.longest_pause_ms:.0f} ms | {row.seconds:.1f} s, {row.groups} groups | "
+            f"{row.moved_mib:.1f} MiB "
             f"| {row.predicted_mib:.1f} MiB | {row.fewest_mib:.1f} MiB |"
         )
 
@@ -98,7 +107,9 @@ def medians(rows: list[Row]) -> list[Row]:
         kinds.setdefault((row.strategy, row.before, row.after), []).append(row)
     numbers = [field.name for field in fields(Row) if field.name != "strategy"]
     return [
-        replace(same[0], **{name: statistics.median_high(getattr(row, name) for row in same) for name in numbers})
+        replace(
+            same[0], **{name: statistics.median_high(getattr(row, name) for row in same) for name in numbers}
+        )
         for same in kinds.values()
     ]
 
@@ -133,7 +144,9 @@ async def measure(folder: Path, mib: int, rounds: int) -> list[Row]:
         return rows
 
 
-async def resized(cluster: LocalCluster, times: Path, mib: int, strategy: str, before: int, after: int) -> Row:
+async def resized(
+    cluster: LocalCluster, times: Path, mib: int, strategy: str, before: int, after: int
+) -> Row:
     await asyncio.sleep(SETTLE_S)
     first = time.monotonic()
     await asyncio.sleep(CALM_S)
@@ -177,10 +190,13 @@ async def ended(client: AsyncClient, pservers: int, strategy: Strategy) -> Resiz
 
 
 def fewest(mib: int, before: int, after: int) -> float:
-    """MiB that must move until each of `after` has as many blocks of 1 MiB as it can have, and no more. From even loads."""
+    """MiB that must move until each of `after` has as many blocks of 1 MiB as it can have, and no more. From
+    even loads."""
     held = [mib // before + (index < mib % before) for index in range(before)] + [0] * (after - before)
     shares = sorted((mib // after + (index < mib % after) for index in range(after)), reverse=True)
-    return STATES * sum(max(0, have - share) for have, share in zip(sorted(held, reverse=True), shares, strict=True))
+    return STATES * sum(
+        max(0, have - share) for have, share in zip(sorted(held, reverse=True), shares, strict=True)
+    )
 
 
 def steps_between(times: Path, first: float, last: float) -> list[float]:

@@ -1,9 +1,11 @@
-"""Many members in one process, for benchmarks/members.py: trainers and parameter servers without models and data.
+"""Many members in one process, for benchmarks/members.py: trainers and parameter servers without models and
+data.
 
-What tells others of a member is a real member's code: its own connections to etcd, its key under its own lease, the watch of
-the job, its requests for tasks at the master. Nothing is computed, pushed or saved.
+What tells others of a member is a real member's code: its own connections to etcd, its key under its own
+lease, the watch of the job, its requests for tasks at the master. Nothing is computed, pushed or saved.
 
-    stdin: one line, when to begin ─► members join, evenly spread ─► stdout: "settled" once all of them know and have what
+    stdin: one line, when to begin ─► members join, evenly spread
+        ─► stdout: "settled" once all of them know and have what
     they need ─► stdin closes: "done", with counts
 """
 
@@ -32,7 +34,14 @@ from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import http, telemetry
 from trireme_shared.protocol.errors import StaleGeneration
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import AcquireTask, JobSpec, Phase, PserverMember, TaskAnswer, TrainerMember
+from trireme_shared.protocol.records import (
+    AcquireTask,
+    JobSpec,
+    Phase,
+    PserverMember,
+    TaskAnswer,
+    TrainerMember,
+)
 
 LOOK_S = 5.0
 SPEC_S = 60.0
@@ -41,8 +50,8 @@ URL = "http://127.0.0.1:9"
 
 @dataclass
 class Counts:
-    """Of all members of this process. `told`: keys and values that etcd sent them, in bytes; `events`: changes of keys; `requests`
-    to etcd and to the master."""
+    """Of all members of this process. `told`: keys and values that etcd sent them, in bytes; `events`:
+    changes of keys; `requests` to etcd and to the master."""
 
     told: int = 0
     events: int = 0
@@ -181,7 +190,8 @@ async def _spec(directory: Directory) -> JobSpec:
 
 
 async def _acquired(source: TaskSource, duty: Next, had: Next) -> bool:
-    """Ask for what `duty` needs and `had` had not: all lanes at once, as lane_reader.py does. False: a newer generation is there."""
+    """Ask for what `duty` needs and `had` had not: all lanes at once, as lane_reader.py does. False: a newer
+    generation is there."""
     new: list[int | None] = [lane for lane in range(*duty.lanes) if not had.lanes[0] <= lane < had.lanes[1]]
     if duty.lanes == (0, 0):
         new = [None] if had.duty is Duty.WAIT else []
@@ -229,7 +239,9 @@ async def _settled(members: Members, count: int) -> None:
 
 async def _input() -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     return reader
 
 
@@ -238,7 +250,9 @@ def _tell(what: str, **fields: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("job", "etcd", "token"):
         parser.add_argument(f"--{name}", required=True)
     for name in ("first", "processes", "all-trainers", "all-pservers"):

@@ -1,4 +1,5 @@
-"""The first few records of another dataset, as an evaluation set that takes no time to go through. The URL is a file with that dataset's record."""
+"""The first few records of another dataset, as an evaluation set that takes no time to go through. The URL is
+a file with that dataset's record."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Asynchronous digits with one trainer of four five times slower than the others: accuracy and loss with and without a rate that follows the age of a
-push (lr_staleness_modulation) and bounded staleness (max_staleness).
+"""Asynchronous digits with one trainer of four five times slower than the others: accuracy and loss with and
+without a rate that follows the age of a push (lr_staleness_modulation) and bounded staleness (max_staleness).
 
     python -m benchmarks.staleness [--seeds 1,2,3] [--epochs 6] [--rate 0.1] [--bound 6] [--markdown | --json]
 
-4 trainers, 2 parameter servers, as `trireme run` starts them. From the first minibatch on trainer-3 is stopped and continued (SIGSTOP, SIGCONT), so
-that it runs a fifth of the time. A minibatch sleeps 20 times 1 ms (scripts/digits_waiting.py): the processors are not the limit. At the end each
-parameter server is asked for its ledger: each block must have had each minibatch of each epoch once, or the command fails. (Not a checkpoint: the job
-may be over before that of the end of training is written.)
+4 trainers, 2 parameter servers, as `trireme run` starts them. From the first minibatch on trainer-3 is
+stopped and continued (SIGSTOP, SIGCONT), so that it runs a fifth of the time. A minibatch sleeps 20 times 1
+ms (scripts/digits_waiting.py): the processors are not the limit. At the end each parameter server is asked
+for its ledger: each block must have had each minibatch of each epoch once, or the command fails. (Not a
+checkpoint: the job may be over before that of the end of training is written.)
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Found:
-    """`accuracy`: of the test images, 0 to 1. `minibatches`: that each block had, of all epochs. `duplicates`: pushes of blocks that came again."""
+    """`accuracy`: of the test images, 0 to 1. `minibatches`: that each block had, of all epochs.
+    `duplicates`: pushes of blocks that came again."""
 
     accuracy: float
     loss: float
@@ -67,7 +69,9 @@ class Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate of SGD with momentum 0.9")
@@ -76,7 +80,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     telemetry.configure(level="ERROR", json=False)
-    subprocess.run([sys.executable, ROOT / "examples" / "digits" / "prepare.py"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, ROOT / "examples" / "digits" / "prepare.py"], check=True, stdout=subprocess.DEVNULL
+    )
     rows: dict[str, list[Found]] = {way.title: [] for way in WAYS}
     for seed in map(int, given.seeds.split(",")):
         for way in WAYS:
@@ -94,9 +100,12 @@ async def measure(folder: Path, way: Way, seed: int, epochs: int, rate: float, b
     """Raises SystemExit: the job failed, or a minibatch was not applied exactly once."""
     spec = spec_of(folder, way, seed, epochs, bound)
     began = time.monotonic()
-    async with LocalCluster(spec, folder / "run", ClusterSettings(environment={"LEARNING_RATE": str(rate)})) as cluster:
+    async with LocalCluster(
+        spec, folder / "run", ClusterSettings(environment={"LEARNING_RATE": str(rate)})
+    ) as cluster:
         while not (
-            cluster.directory.state and cluster.directory.state.phase in (Phase.RUNNING, Phase.COMPLETED, Phase.FAILED)
+            cluster.directory.state
+            and cluster.directory.state.phase in (Phase.RUNNING, Phase.COMPLETED, Phase.FAILED)
         ):
             await asyncio.sleep(0.02)
         trained = time.monotonic()
@@ -126,7 +135,8 @@ async def ledgers_of(cluster: LocalCluster) -> dict[int, tuple[EpochLedger, ...]
 
 
 def checked_ledgers(spec: JobSpec, ledgers: Mapping[int, Sequence[EpochLedger]]) -> tuple[int, int]:
-    """Minibatches that each block has had, and duplicates. Raises SystemExit: some are missing, or there twice."""
+    """Minibatches that each block has had, and duplicates. Raises SystemExit: some are missing, or there
+    twice."""
     if sorted(ledgers) != list(range(spec.pservers)):
         raise SystemExit(f"{sorted(ledgers)} of {spec.pservers} parameter servers have answered")
     expected = dict.fromkeys(range(spec.epochs), minibatches_of_an_epoch())
@@ -170,7 +180,10 @@ def spec_of(folder: Path, way: Way, seed: int, epochs: int, bound: int) -> JobSp
 
 def table(rows: dict[str, list[Found]], bound: int) -> str:
     lines = [
-        "| rate by age, bound | accuracy %, median (lowest-highest) | test loss, median (lowest-highest) | seconds, median |"
+        (
+            "| rate by age, bound | accuracy %, median (lowest-highest) | test loss, median "
+            "(lowest-highest) | seconds, median |"
+        )
     ]
     lines.append("|---|---|---|---|")
     for title, found in rows.items():

@@ -1,4 +1,5 @@
-"""The rows of steps.py: processes that train, stopped (SIGSTOP) and let go on as a whole, and what they say of themselves."""
+"""The rows of steps.py: processes that train, stopped (SIGSTOP) and let go on as a whole, and what they say
+of themselves."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ LEASE_S = 600.0  # members must outlive the time in which others are measured
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a row did in a stretch of time; processor time in milliseconds for each step, by role. `foreign_cores`: what
-    everybody else on the machine, this process included, took meanwhile."""
+    """What a row did in a stretch of time; processor time in milliseconds for each step, by role.
+    `foreign_cores`: what everybody else on the machine, this process included, took meanwhile."""
 
     steps_per_s: float
     cpu_ms: dict[str, float]
@@ -52,8 +53,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """By role: (99th percentile, worst) in ms by which event loops were late, the worst of it that was their own work, and the
-    most MiB that one process took."""
+    """By role: (99th percentile, worst) in ms by which event loops were late, the worst of it that was their
+    own work, and the most MiB that one process took."""
 
     lag_ms: dict[str, tuple[float, float]]
     own_ms: dict[str, float]
@@ -62,8 +63,8 @@ class Inside:
 
 @dataclass
 class TorchRow:
-    """`ranks` processes of benchmarks.torch_steps. `tuned`: as fast as they can be; else torch's defaults. `more`: its other options; `environment`: more
-    variables of the processes."""
+    """`ranks` processes of benchmarks.torch_steps. `tuned`: as fast as they can be; else torch's defaults.
+    `more`: its other options; `environment`: more variables of the processes."""
 
     script: Path
     batch: int
@@ -98,10 +99,13 @@ class TorchRow:
         return self
 
     def _check_alive(self) -> None:
-        """Raises RuntimeError. Torch's own crashes: sparse all_reduce over Gloo has ended with a corrupted heap."""
+        """Raises RuntimeError. Torch's own crashes: sparse all_reduce over Gloo has ended with a corrupted
+        heap."""
         for rank, process in enumerate(self._processes):
             if (code := process.poll()) is not None:
-                raise RuntimeError(f"rank {rank} of {self.script.name} ended with {code}; what it printed is above")
+                raise RuntimeError(
+                    f"rank {rank} of {self.script.name} ended with {code}; what it printed is above"
+                )
 
     async def __aexit__(self, *_: object) -> None:
         for process in self._processes:
@@ -131,9 +135,10 @@ class TorchRow:
 
 @dataclass
 class OurRow:
-    """A job on a LocalCluster, with a lane for each trainer; trainers and parameter servers run under benchmarks.measured_member. Modes beside
-    those of jobs, all synchronous: `collective`, without parameter servers; `bare`, without metrics; `saved`, with a checkpoint every EVALUATED_EVERY steps; `evaluated` as often, over a few
-    records. `more`: other settings."""
+    """A job on a LocalCluster, with a lane for each trainer; trainers and parameter servers run under
+    benchmarks.measured_member. Modes beside those of jobs, all synchronous: `collective`, without parameter
+    servers; `bare`, without metrics; `saved`, with a checkpoint every EVALUATED_EVERY steps; `evaluated` as
+    often, over a few records. `more`: other settings."""
 
     script: Path
     batch: int
@@ -172,7 +177,9 @@ class OurRow:
         }
         self.spec: JobSpec = type(one_lane).model_validate({**one_lane.model_dump(), **changes})
         forks = self._stack.enter_context(ProbedForks(self.folder, bare=self.mode == "bare"))
-        self.cluster = await self._stack.enter_async_context(LocalCluster(self.spec, self.folder / "run", forks=forks))
+        self.cluster = await self._stack.enter_async_context(
+            LocalCluster(self.spec, self.folder / "run", forks=forks)
+        )
         self._ports: list[HttpPserver] = []
         try:
             async with asyncio.timeout(START_S):
@@ -213,7 +220,11 @@ class OurRow:
         return status.settled if status is not None else 0
 
     def pids(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {"trainers": [], "pservers": [], "others": [self.cluster.embedded.pid or 0]}
+        found: dict[str, list[int]] = {
+            "trainers": [],
+            "pservers": [],
+            "others": [self.cluster.embedded.pid or 0],
+        }
         for name, child in self.cluster.children.items():
             if child.starts > 1:
                 raise RuntimeError(f"{name} was started {child.starts} times; its log is {child.log}")
@@ -267,7 +278,8 @@ async def exchanges(cluster: LocalCluster) -> list[PserverMember]:
 
 
 class ProbedForks(ForkServer):
-    """Starts trainers and parameter servers under benchmarks.measured_member; each writes into `folder`. `bare`: without metrics."""
+    """Starts trainers and parameter servers under benchmarks.measured_member; each writes into `folder`.
+    `bare`: without metrics."""
 
     def __init__(self, folder: Path, *, bare: bool = False) -> None:
         self._bare = bare
@@ -301,7 +313,8 @@ async def stopped(stack: AsyncExitStack, row: Row) -> Row:
 async def in_turns(
     rows: Mapping[str, Row], rounds: int, seconds: float, told: Callable[[int, str, Window], None]
 ) -> dict[str, list[Window]]:
-    """Windows of rows that are stopped: in each round one after the other goes on, every second round in the opposite order. `told`: of each window."""
+    """Windows of rows that are stopped: in each round one after the other goes on, every second round in the
+    opposite order. `told`: of each window."""
     windows: dict[str, list[Window]] = {name: [] for name in rows}
     for number in range(rounds):
         for name in rows if number % 2 == 0 else reversed(list(rows)):
@@ -329,7 +342,8 @@ def bind(row: Row) -> None:
 
 
 class Usage:
-    """Processor time so far, in ms: of these processes by role, and of the whole machine. `now` in seconds."""
+    """Processor time so far, in ms: of these processes by role, and of the whole machine. `now` in
+    seconds."""
 
     def __init__(self, pids: Mapping[str, Sequence[int]]) -> None:
         self.now = clock.monotonic()
@@ -353,8 +367,19 @@ def _of_process(pid: int) -> float:
 
 
 def activations_mib(script: Path, batch: int) -> float:
-    """What a plain process takes at a batch beyond parameters and gradients: the most of some, which differ by a tenth, as the
-    most of a row's trainers is told."""
-    command = [sys.executable, "-m", "benchmarks.torch_steps", str(script), "--batch", str(batch), "--activations"]
-    answers = [subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=START_S) for _ in range(PLAIN_RUNS)]
+    """What a plain process takes at a batch beyond parameters and gradients: the most of some, which differ
+    by a tenth, as the most of a row's trainers is told."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.torch_steps",
+        str(script),
+        "--batch",
+        str(batch),
+        "--activations",
+    ]
+    answers = [
+        subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=START_S)
+        for _ in range(PLAIN_RUNS)
+    ]
     return max(int(answer.stdout) for answer in answers) / (1 << 20)

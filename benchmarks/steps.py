@@ -1,28 +1,34 @@
-"""Training steps per second: plain PyTorch, DDP over gloo (tuned, and by default), and ours, on real models at the same global batch.
+"""Training steps per second: plain PyTorch, DDP over gloo (tuned, and by default), and ours, on real models
+at the same global batch.
 
-    python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 9] [--seconds 3] [--bind]
+    python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 9] [--seconds 3]
+    [--bind]
                                [--clip] [--markdown | --json]
     python -m benchmarks.steps --metrics [--models mlp] [--rounds 9] [--seconds 3]
 
---metrics: only what the metrics of steps and the bookkeeping of evaluations cost: synchronous jobs with and without them, side by side, and
-the ratios of their steps/s, round by round. The job that is evaluated every EVALUATED_EVERY steps has an evaluation set of two records, so that its
-checkpoint is written and read, and its tasks and results go their way, and next to nothing is computed. It is compared with a job without
-evaluations and checkpoints, and with one that writes its checkpoints just as often, which leaves the bookkeeping.
+--metrics: only what the metrics of steps and the bookkeeping of evaluations cost: synchronous jobs with and
+without them, side by side, and the ratios of their steps/s, round by round. The job that is evaluated every
+EVALUATED_EVERY steps has an evaluation set of two records, so that its checkpoint is written and read, and
+its tasks and results go their way, and next to nothing is computed. It is compared with a job without
+evaluations and checkpoints, and with one that writes its checkpoints just as often, which leaves the
+bookkeeping.
 
-Every row trains the same script in processes of its own, one torch thread each. All rows of a model are started once and
-stopped (SIGSTOP); a round lets one after the other go on for a while, so rows of one round share the machine's mood and
-ratios are taken round by round. Plain PyTorch and `ddp` run at their best (torch_steps.TUNED, and glibc's tunables as ours
-have them), `ddp0` with torch's defaults; ratios are against the faster one. An asynchronous step is a global batch of records applied at the parameter servers, so all
-rows count the same records. `CPU ms`: processor time of a step, in all trainers (or ranks), parameter servers, and the
-rest (etcd, master). `others' cores`: what everybody else on the machine took meanwhile; ratios mean little if that is much.
---clip compares our synchronous rows with the same ones that clip each step's gradient by its norm (`clip_grad_norm`).
---bind gives the trainers (or ranks) of each row a core each, where the kernel would pack them.
+Every row trains the same script in processes of its own, one torch thread each. All rows of a model are
+started once and stopped (SIGSTOP); a round lets one after the other go on for a while, so rows of one round
+share the machine's mood and ratios are taken round by round. Plain PyTorch and `ddp` run at their best
+(torch_steps.TUNED, and glibc's tunables as ours have them), `ddp0` with torch's defaults; ratios are against
+the faster one. An asynchronous step is a global batch of records applied at the parameter servers, so all
+rows count the same records. `CPU ms`: processor time of a step, in all trainers (or ranks), parameter
+servers, and the rest (etcd, master). `others' cores`: what everybody else on the machine took meanwhile;
+ratios mean little if that is much. --clip compares our synchronous rows with the same ones that clip each
+step's gradient by its norm (`clip_grad_norm`). --bind gives the trainers (or ranks) of each row a core each,
+where the kernel would pack them.
 
-A second table tells of our rows, measured after the rounds, how late the event loops were (99th percentile and worst, woken
-every 2 ms; up to 1 ms is the loop's own clock) and, in brackets, the worst of it in which the loop's thread worked and did
-not wait for a processor, and how much memory one process took above its start, without others'
-memory that it reads, against their bounds. Activations: what plain PyTorch took at a trainer's batch beyond
-parameters and gradients.
+A second table tells of our rows, measured after the rounds, how late the event loops were (99th percentile
+and worst, woken every 2 ms; up to 1 ms is the loop's own clock) and, in brackets, the worst of it in which
+the loop's thread worked and did not wait for a processor, and how much memory one process took above its
+start, without others' memory that it reads, against their bounds. Activations: what plain PyTorch took at a
+trainer's batch beyond parameters and gradients.
 """
 
 from __future__ import annotations
@@ -85,7 +91,8 @@ METRICS = ("sync1", "bare1", "saved1", "evaluated1")
 
 @dataclass
 class Measured:
-    """Of one row: each round's, and what was seen inside afterwards. Bounds in MiB, by role. `evaluations`: so many were over in the end."""
+    """Of one row: each round's, and what was seen inside afterwards. Bounds in MiB, by role. `evaluations`:
+    so many were over in the end."""
 
     row: str
     model: str
@@ -100,7 +107,9 @@ def row_of(name: str, model: str, folder: Path) -> Row:
     if name in RANKS:
         return TorchRow(script, batch, RANKS[name], name != "ddp0", folder)
     clips = name.startswith("clip")
-    return OurRow(script, batch, "sync" if clips else name[:-1], int(name[-1]), folder, CLIP if clips else None)
+    return OurRow(
+        script, batch, "sync" if clips else name[:-1], int(name[-1]), folder, CLIP if clips else None
+    )
 
 
 async def measure(
@@ -134,7 +143,8 @@ async def measure(
 
 
 def bounds(name: str, model: str) -> dict[str, float]:
-    """What one process may take above its start, in MiB (docs/performance.md). Two trainers, one lane each."""
+    """What one process may take above its start, in MiB (docs/performance.md). Two trainers, one lane
+    each."""
     if name in RANKS:
         return {}
     sync = not name.startswith("async")
@@ -156,16 +166,22 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
-HEAD = "| model | what | steps/s | x plain | x DDP | CPU ms: trainers + pservers + rest | others' cores |\n|---|---|---|---|---|---|---|"
+HEAD = (
+    "| model | what | steps/s | x plain | x DDP | CPU ms: trainers + pservers + rest | others' cores "
+    "|\n|---|---|---|---|---|---|---|"
+)
 HEAD_INSIDE = (
-    "\n| model | what | pservers' loops late, p99-worst (own) ms | trainers' loops late | pserver MiB | bound | trainer MiB | bound |\n"
+    "\n| model | what | pservers' loops late, p99-worst (own) ms | trainers' loops late | pserver "
+    "MiB | bound | trainer MiB | bound |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
 
 def fastest(rates: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
     """ "" if none of them was measured."""
-    return max((name for name in names if name in rates), key=lambda name: statistics.median(rates[name]), default="")
+    return max(
+        (name for name in names if name in rates), key=lambda name: statistics.median(rates[name]), default=""
+    )
 
 
 def table(rows: Sequence[Measured]) -> str:
@@ -174,10 +190,12 @@ def table(rows: Sequence[Measured]) -> str:
     lines = []
     for row in rows:
         ratios = [
-            spread([a / b for a, b in zip(rates[row.row], rates[base], strict=True)]) if base else "" for base in bases
+            spread([a / b for a, b in zip(rates[row.row], rates[base], strict=True)]) if base else ""
+            for base in bases
         ]
         cpu = [
-            f"{statistics.median(window.cpu_ms[role] for window in row.windows):.0f}" for role in row.windows[0].cpu_ms
+            f"{statistics.median(window.cpu_ms[role] for window in row.windows):.0f}"
+            for role in row.windows[0].cpu_ms
         ]
         foreign = f"{statistics.median(window.foreign_cores for window in row.windows):.2f}"
         cells = (row.model, TITLES[row.row], spread(rates[row.row]), *ratios, " + ".join(cpu), foreign)
@@ -194,7 +212,9 @@ def inside_table(rows: Sequence[Measured]) -> str:
             "{:.1f}-{:.1f} ({:.1f})".format(*row.inside.lag_ms[role], row.inside.own_ms[role])
             for role in ("pservers", "trainers")
         ]
-        memory = [f"{mib[role]:.0f}" for role in ("pservers", "trainers") for mib in (row.inside.mib, row.bounds)]
+        memory = [
+            f"{mib[role]:.0f}" for role in ("pservers", "trainers") for mib in (row.inside.mib, row.bounds)
+        ]
         lines.append(f"| {' | '.join((row.model, TITLES[row.row], *late, *memory))} |")
     return "\n".join(lines)
 
@@ -211,11 +231,14 @@ def clip_table(rows: Sequence[Measured]) -> str:
 
 
 def metrics_lines(rows: Mapping[str, Measured]) -> str:
-    """The ratios of each round, and what they mean. Raises RuntimeError if the row that should be was never evaluated."""
+    """The ratios of each round, and what they mean. Raises RuntimeError if the row that should be was never
+    evaluated."""
     rates = {name: [window.steps_per_s for window in rows[name].windows] for name in METRICS}
     evaluated = rows["evaluated1"]
     if not evaluated.evaluations:
-        raise RuntimeError(f"{TITLES[evaluated.row]}: no evaluation was over; measure longer (--seconds, --rounds)")
+        raise RuntimeError(
+            f"{TITLES[evaluated.row]}: no evaluation was over; measure longer (--seconds, --rounds)"
+        )
     lines = [""]
     for name, base, what in (
         ("sync1", "bare1", "with metrics / without"),
@@ -229,7 +252,9 @@ def metrics_lines(rows: Mapping[str, Measured]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(SCRIPTS))
     usual = [name for name in TITLES if name not in CLIPPED and name not in METRICS[1:]]
     parser.add_argument("--rows", default=",".join(usual))
@@ -237,7 +262,9 @@ def main() -> None:
     parser.add_argument("--metrics", action="store_true", help="what metrics and evaluations cost")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured per row and round")
-    parser.add_argument("--bind", action="store_true", help="a core each for the trainers (or ranks) of a row")
+    parser.add_argument(
+        "--bind", action="store_true", help="a core each for the trainers (or ranks) of a row"
+    )
     parser.add_argument("--markdown", action="store_true", help="the default")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -247,15 +274,23 @@ def main() -> None:
     if given.metrics:
         names = list(METRICS)
     if unknown := [name for name in (*names, *models) if name not in {*TITLES, *SCRIPTS}]:
-        parser.error(f"unknown: {', '.join(unknown)}; rows are {', '.join(TITLES)}, models {', '.join(SCRIPTS)}")
+        parser.error(
+            f"unknown: {', '.join(unknown)}; rows are {', '.join(TITLES)}, models {', '.join(SCRIPTS)}"
+        )
     rows: list[Measured] = []
     telemetry.configure(level="ERROR", json=False)  # stdout is the table's; stopped jobs have stopped etcds
     with tempfile.TemporaryDirectory() as directory:
         os.environ["STEPS_DATA"] = directory
         for model in models:
-            rows += asyncio.run(measure(model, names, given.rounds, given.seconds, Path(directory), bound=given.bind))
+            rows += asyncio.run(
+                measure(model, names, given.rounds, given.seconds, Path(directory), bound=given.bind)
+            )
     if given.json:
-        machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
+        machine = {
+            "cpus": os.cpu_count(),
+            "machine": platform.platform(),
+            "python": platform.python_version(),
+        }
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1))
         return
     print(HEAD)

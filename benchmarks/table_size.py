@@ -1,9 +1,11 @@
-"""An embedding table that grows to millions of rows at one parameter server: memory beside what was predicted, and how long lookups wait.
+"""An embedding table that grows to millions of rows at one parameter server: memory beside what was
+predicted, and how long lookups wait.
 
-    python -m benchmarks.table_size [--rows 50000000] [--ids 100000] [--dim 16] [--optimizer adagrad-row|adam] [--max-rows N]
+    python -m benchmarks.table_size [--rows 50000000] [--ids 100000] [--dim 16] [--optimizer adagrad-row|adam]
+    [--max-rows N]
 
-One client pushes minibatches whose ids are all new; another, in a process of its own, looks up ids that are there, all the time, and does not wait
-for versions: while rows change it is told so at once.
+One client pushes minibatches whose ids are all new; another, in a process of its own, looks up ids that are
+there, all the time, and does not wait for versions: while rows change it is told so at once.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Server(PserverProcess):
         return found
 
     def pauses(self) -> tuple[list[float], list[float]]:
-        """Seconds by which the loop came too late, and how much of each it worked itself: the rest it waited for a processor."""
+        """Seconds by which the loop came too late, and how much of each it worked itself: the rest it waited
+        for a processor."""
         return self._lag.take_all()
 
     def resident(self) -> tuple[int, int]:
@@ -93,7 +96,8 @@ def tables_at(port: int) -> dict[str, int]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     return {
-        name: int(float(value)) for name, value in re.findall(r'trireme_pserver_table_(\w+)\{table="t"\} (\S+)', text)
+        name: int(float(value))
+        for name, value in re.findall(r'trireme_pserver_table_(\w+)\{table="t"\} (\S+)', text)
     }
 
 
@@ -106,10 +110,17 @@ class Client:
         optimizer = OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},))
         segment = Segment(kind="param", dtype="float32", elements=64, group=0)
         self.spec, self.version = spec, 0
-        self.layout = Layout(segments=(segment,), block_bytes=256, digest="d", optimizer=optimizer, tables=(spec,))
+        self.layout = Layout(
+            segments=(segment,), block_bytes=256, digest="d", optimizer=optimizer, tables=(spec,)
+        )
         self._loop = new_loop()
         member = PserverMember(
-            index=0, url="http://127.0.0.1:1", incarnation="ps", host=socket.gethostname(), pid=0, uds=f"{uds}-0"
+            index=0,
+            url="http://127.0.0.1:1",
+            incarnation="ps",
+            host=socket.gethostname(),
+            pid=0,
+            uds=f"{uds}-0",
         )
         self._port = StreamPserver(member, share=False)
 
@@ -121,7 +132,9 @@ class Client:
             yield InitBlock(block=0), memoryview(np.zeros(64, np.float32)).cast("B")
 
         record = StepRecord(version=0, positions=(LanePosition(lane=0),))
-        header = InitHeader(job=JOB, generation=0, mode="sync", lanes=1, layout=self.layout, pserver=0, record=record)
+        header = InitHeader(
+            job=JOB, generation=0, mode="sync", lanes=1, layout=self.layout, pserver=0, record=record
+        )
         self._loop.run_until_complete(self._port.init(header, blocks()))
 
     def step(self, ids: np.ndarray, gradients: np.ndarray) -> None:
@@ -161,7 +174,9 @@ class Client:
 
         request = LookupRequest(job=JOB, generation=0, version=version, rows=(len(ids),), wait_s=wait_s)
         end, rows = self._loop.run_until_complete(self._port.lookup(request, joined([ids])))
-        return end.code, rows_in(rows, (len(ids),), [self.spec.dim], ids=False)[0] if end.code == "OK" else None
+        return end.code, rows_in(rows, (len(ids),), [self.spec.dim], ids=False)[
+            0
+        ] if end.code == "OK" else None
 
     def close(self) -> None:
         self._loop.run_until_complete(self._port.close())
@@ -169,7 +184,8 @@ class Client:
 
 
 class Reader:
-    """Looks up ids of the first minibatch, in a thread of its own process. `version`: the newest one, shared with who pushes."""
+    """Looks up ids of the first minibatch, in a thread of its own process. `version`: the newest one, shared
+    with who pushes."""
 
     def __init__(self, uds: str, spec, version) -> None:
         self._client, self._version, self._stop = Client(uds, spec), version, threading.Event()
@@ -208,20 +224,28 @@ class Report:
 
     def text(self) -> str:
         lines = [
-            f"{self.rows:,} rows: predicted at most {self.predicted / 1e9:.2f} GB, {self.peak / 1e9:.2f} GB were taken ({self.peak / self.rows:.1f} bytes a row)",
-            f"{len(self.steps)} steps in {self.seconds:.0f} s, median {statistics.median(self.steps) * 1e3:.0f} ms",
+            (
+                f"{self.rows:,} rows: predicted at most {self.predicted / 1e9:.2f} GB, "
+                f"{self.peak / 1e9:.2f} GB were taken ({self.peak / self.rows:.1f} bytes a row)"
+            ),
+            (
+                f"{len(self.steps)} steps in {self.seconds:.0f} s, median "
+                f"{statistics.median(self.steps) * 1e3:.0f} ms"
+            ),
             "event loop too late, ms, p99 and most: {:.1f}, {:.1f}; of that its own work {:.1f}, {:.1f}".format(
                 *(1e3 * each for values in (self.lags, self.worked) for each in p99_and_max(values))
             ),
         ]
         p99, most = p99_and_max(self.portions)
         lines.append(
-            f"parts of steps between which lookups are answered, ms of work: p99 {p99 * 1e3:.1f}, most {most * 1e3:.1f}"
+            f"parts of steps between which lookups are answered, ms of work: p99 {p99 * 1e3:.1f}, "
+            f"most {most * 1e3:.1f}"
         )
         for code, seconds in sorted(self.lookups.items()):
             p99, most = p99_and_max(seconds)
             lines.append(
-                f"{len(seconds)} lookups {code}: ms p50 {statistics.median(seconds) * 1e3:.1f}, p99 {p99 * 1e3:.1f}, most {most * 1e3:.1f}"
+                f"{len(seconds)} lookups {code}: ms p50 {statistics.median(seconds) * 1e3:.1f}, "
+                f"p99 {p99 * 1e3:.1f}, most {most * 1e3:.1f}"
             )
         return "\n".join(lines)
 
@@ -257,7 +281,8 @@ def grow(rows: int, ids: int, dim: int, optimizer: str, max_rows: int | None = N
                 if number % 50 == 0:
                     facts = tables_at(port)
                     tell(
-                        f"{facts['rows']:,} rows, {server.ask('resident')[0] / 1e9:.2f} GB at the highest; step {statistics.median(found.steps[-50:]) * 1e3:.0f} ms"
+                        f"{facts['rows']:,} rows, {server.ask('resident')[0] / 1e9:.2f} GB at the "
+                        f"highest; step {statistics.median(found.steps[-50:]) * 1e3:.0f} ms"
                     )
             found.seconds = time.perf_counter() - began
             found.lookups = reader.stop()
@@ -274,7 +299,9 @@ def grow(rows: int, ids: int, dim: int, optimizer: str, max_rows: int | None = N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=50_000_000)
     parser.add_argument("--ids", type=int, default=100_000)
     parser.add_argument("--dim", type=int, default=16)

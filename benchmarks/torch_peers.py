@@ -1,5 +1,5 @@
-"""What torch has for the same work, each at its best: in chunks that are on their way together, several threads, and the
-chunk that is fastest here, which is tried anew for every size and optimizer.
+"""What torch has for the same work, each at its best: in chunks that are on their way together, several
+threads, and the chunk that is fastest here, which is tried anew for every size and optimizer.
 
 rpc     torch.distributed.rpc: chunks of the gradient go, the server steps each, its parameters come back
 gloo    two ranks, all-reduce of the gradient chunk by chunk, each steps its copy of the parameters meanwhile
@@ -150,7 +150,9 @@ class GlooPeer:
         return time.perf_counter() - start
 
     def check(self) -> bool:
-        return is_right(self._torch.cat([each.detach() for each in self._parameters]), self._name, self._rounds)
+        return is_right(
+            self._torch.cat([each.detach() for each in self._parameters]), self._name, self._rounds
+        )
 
 
 class Gloo(Peers):

@@ -1,13 +1,15 @@
-"""Plain PyTorch, and DistributedDataParallel over gloo, training a user's script; steps.py starts one of these per rank.
+"""Plain PyTorch, and DistributedDataParallel over gloo, training a user's script; steps.py starts one of
+these per rank.
 
-    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE [--tuned] [--batches 16] [--threads 1]
-    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --epochs 2
-    python -m benchmarks.torch_steps SCRIPT --batch 256 --activations
+    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE [--tuned]
+    [--batches 16] [--threads 1] python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0
+    --store FILE --epochs 2 python -m benchmarks.torch_steps SCRIPT --batch 256 --activations
 
-The batches lie in memory before the first step: reading costs these rows nothing. Trains until it is killed; rank 0 writes
-the time after each step into a file. --epochs: so many passes over all batches instead, in one order; then each rank
-prints what the evaluation dataset's metrics are, as JSON. --tuned: DDP with the options that make it fastest here, and memory as our trainers get it
-(the parent sets malloc.TUNABLES); without, as torch is by default. With --activations a few steps' forward and backward only: prints the bytes that the
+The batches lie in memory before the first step: reading costs these rows nothing. Trains until it is killed;
+rank 0 writes the time after each step into a file. --epochs: so many passes over all batches instead, in one
+order; then each rank prints what the evaluation dataset's metrics are, as JSON. --tuned: DDP with the options
+that make it fastest here, and memory as our trainers get it (the parent sets malloc.TUNABLES); without, as
+torch is by default. With --activations a few steps' forward and backward only: prints the bytes that the
 process took, at the highest, beyond its parameters and their gradients.
 """
 
@@ -40,10 +42,13 @@ TUNED = {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb":
 
 
 def batches_of(user: UserModule, batch: int, rank: int, ranks: int, most: int | None) -> list[Any]:
-    """This rank's shares of the first global batches, at most so many, collated. None: of a whole epoch, as often as all ranks have one."""
+    """This rank's shares of the first global batches, at most so many, collated. None: of a whole epoch, as
+    often as all ranks have one."""
     spec = plain_spec(user, {"global_batch_size": batch // ranks})
     minibatches = list(
-        islice(epoch_minibatches(spec, count_records(spec.dataset, TaskSizes.of(spec)), 0), most and most * ranks)
+        islice(
+            epoch_minibatches(spec, count_records(spec.dataset, TaskSizes.of(spec)), 0), most and most * ranks
+        )
     )
     return [_collated(user, share) for share in minibatches[rank : len(minibatches) // ranks * ranks : ranks]]
 
@@ -53,7 +58,13 @@ def _collated(user: UserModule, share: Minibatch) -> Any:
 
 
 def train(
-    user: UserModule, batches: list[Any], ranks: int, steps: Path | None, *, tuned: bool, numbers: Iterable[int]
+    user: UserModule,
+    batches: list[Any],
+    ranks: int,
+    steps: Path | None,
+    *,
+    tuned: bool,
+    numbers: Iterable[int],
 ) -> nn.Module:
     """One step for each of the numbers."""
     torch.manual_seed(1)
@@ -82,7 +93,10 @@ def evaluated(user: UserModule, model: nn.Module, batch: int) -> dict[str, float
     with torch.no_grad():
         for minibatch in epoch_minibatches(spec, count_records(spec.dataset, TaskSizes.of(spec)), 0):
             sums.update(
-                {name: float(each) for name, each in user.call("evaluate", model, _collated(user, minibatch)).items()}
+                {
+                    name: float(each)
+                    for name, each in user.call("evaluate", model, _collated(user, minibatch)).items()
+                }
             )
     return {name: float(value) for name, value in user.call("metrics", sums).items()}
 
@@ -97,7 +111,9 @@ def activations(user: UserModule, batches: list[Any]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("script", type=Path)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--ranks", type=int, default=1)
@@ -123,7 +139,12 @@ def main() -> None:
         dist.init_process_group("gloo", store=store, rank=given.rank, world_size=given.ranks)
     numbers: Iterable[int] = range(given.epochs * len(batches)) if given.epochs else count()
     model = train(
-        user, batches, given.ranks, given.steps if given.rank == 0 else None, tuned=given.tuned, numbers=numbers
+        user,
+        batches,
+        given.ranks,
+        given.steps if given.rank == 0 else None,
+        tuned=given.tuned,
+        numbers=numbers,
     )
     print(json.dumps(evaluated(user, model, given.batch)))
 

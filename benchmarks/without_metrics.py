@@ -1,4 +1,5 @@
-"""A trainer whose steps have no results and no times: what `--metrics` of benchmarks.steps compares with. No member of a real job does this."""
+"""A trainer whose steps have no results and no times: what `--metrics` of benchmarks.steps compares with. No
+member of a real job does this."""
 
 from __future__ import annotations
 

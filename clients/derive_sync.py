@@ -1,4 +1,5 @@
-"""Writes trireme/client/synchronous.py: AsyncClient without its awaits. A test compares the file with what this gives."""
+"""Writes trireme/client/synchronous.py: AsyncClient without its awaits. A test compares the file with what
+this gives."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from pathlib import Path
 
 CLIENT = Path(__file__).parents[1] / "trireme" / "client"
 SOURCE, DERIVED = CLIENT / "asynchronous.py", CLIENT / "synchronous.py"
-PROMISE = '"""AsyncClient without its awaits, for notebooks and scripts. `make clients` derives this file from asynchronous.py: change that."""\n'
+PROMISE = (
+    '"""AsyncClient without its awaits, for notebooks and scripts. `make clients` derives this file '
+    'from asynchronous.py: change that."""\n'
+)
 WORDS = {
     r"\basync (def|with|for)\b": r"\1",
     r"\bawait ": "",

@@ -1,4 +1,5 @@
-"""Clients generated from the OpenAPI document, and the check of their types; with each the program that drives a cluster by it.
+"""Clients generated from the OpenAPI document, and the check of their types; with each the program that
+drives a cluster by it.
 
 openapi.json ──openapi-python-client──► python/      ──mypy --strict
              ──openapi-typescript─────► typescript/  ──tsc
@@ -77,7 +78,21 @@ def go(document: Path, folder: Path) -> list[object]:
         "packageName=trireme,withGoMod=false,enumClassPrefix=true,useOneOfDiscriminatorLookup=true",
     ]
     options.append("--skip-validate-spec")  # it takes a link's requestBody for a text, which may be any value
-    run([java, "-XX:-UsePerfData", "-jar", jar, "generate", "-i", document, "-o", folder / "trireme", *options], folder)
+    run(
+        [
+            java,
+            "-XX:-UsePerfData",
+            "-jar",
+            jar,
+            "generate",
+            "-i",
+            document,
+            "-o",
+            folder / "trireme",
+            *options,
+        ],
+        folder,
+    )
     shutil.copytree(HERE / "go", folder, dirs_exist_ok=True)
     binary = folder / "scenario"
     goroot = tools / "go"

@@ -1,4 +1,5 @@
-"""Generators of clients, what builds the dashboard, and what runs them, installed into the environment's own folder `clients`: pinned, once, beside the project's packages.
+"""Generators of clients, what builds the dashboard, and what runs them, installed into the environment's own
+folder `clients`: pinned, once, beside the project's packages.
 
 python -m clients.tools [--go]
 """

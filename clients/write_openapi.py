@@ -1,4 +1,5 @@
-"""Writes openapi.json: the document of a cluster's leader, which has every route. A test compares the file with what the code gives."""
+"""Writes openapi.json: the document of a cluster's leader, which has every route. A test compares the file
+with what the code gives."""
 
 from __future__ import annotations
 

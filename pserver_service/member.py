@@ -1,11 +1,13 @@
-"""One pserver as a member of its job, without HTTP: claims an index, holds it, writes checkpoints, takes part in rollbacks.
-One that was asked to stop (SIGTERM, a spot notice) saves its parameters first, within a time limit:
+"""One pserver as a member of its job, without HTTP: claims an index, holds it, writes checkpoints, takes part
+in rollbacks. One that was asked to stop (SIGTERM, a spot notice) saves its parameters first, within a time
+limit:
 
 stopping -> draining in ps/<index> -> the master asks for a checkpoint -> it is the latest
          -> parts and commits under way are finished -> the index is released
 
-It serves meanwhile. When another process has claimed the index, the job goes back to that checkpoint: few steps are done
-again, with the same bits. If nobody would make a checkpoint (nobody trains, no master), it leaves at once.
+It serves meanwhile. When another process has claimed the index, the job goes back to that checkpoint: few
+steps are done again, with the same bits. If nobody would make a checkpoint (nobody trains, no master), it
+leaves at once.
 """
 
 from __future__ import annotations
@@ -31,10 +33,15 @@ log = telemetry.logger("pserver.drain")
 
 
 class Member:
-    """`serve` runs until the process shall end. `run` does not drain and release at the end, and needs `directory.run()` beside it."""
+    """`serve` runs until the process shall end. `run` does not drain and release at the end, and needs
+    `directory.run()` beside it."""
 
     def __init__(self, context: PserverContext) -> None:
-        self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
+        self._directory, self._pserver, self._own_index = (
+            context.directory,
+            context.pserver,
+            context.own_index,
+        )
         self.checkpointer = StoreCopies(context).checkpointer
         self.drain = Drain(context, self.checkpointer)
         self.follower = SlotFollower(context)
@@ -44,9 +51,13 @@ class Member:
         self._parts = (*saving, self.rollback, self.rejoin, self.start_rows, HandOver(context))
 
     async def serve(self, stopping: asyncio.Event, claim_wait_s: float, drain_seconds: float) -> bool:
-        """True: it was asked to stop, has drained and released the index. False: the index is lost. Raises as `run`."""
+        """True: it was asked to stop, has drained and released the index. False: the index is lost. Raises as
+        `run`."""
         async with asyncio.TaskGroup() as group:
-            running, following = group.create_task(self.run(claim_wait_s)), group.create_task(self._directory.run())
+            running, following = (
+                group.create_task(self.run(claim_wait_s)),
+                group.create_task(self._directory.run()),
+            )
             asked = group.create_task(stopping.wait())
             await asyncio.wait((running, following, asked), return_when=asyncio.FIRST_COMPLETED)
             if stopping.is_set() and not running.done():
@@ -61,13 +72,16 @@ class Member:
         return True
 
     async def run(self, claim_wait_s: float) -> None:
-        """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded: none was free for `claim_wait_s`."""
+        """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded: none was free for
+        `claim_wait_s`."""
         index = await self._own_index.claim_index(claim_wait_s)
         self._pserver.claimed(index, self._directory, self._own_index, self.start_rows, self.follower)
         self._directory.observers += [self.follower.follow, self._own_index.follow]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part.run()) for part in self._parts]
-            holding, unwanted = (group.create_task(wait()) for wait in (self._own_index.hold, self._own_index.unwanted))
+            holding, unwanted = (
+                group.create_task(wait()) for wait in (self._own_index.hold, self._own_index.unwanted)
+            )
             await asyncio.wait((holding, unwanted), return_when=asyncio.FIRST_COMPLETED)
             if unwanted.done():
                 await self._own_index.release(asked=True)
@@ -79,7 +93,11 @@ class Drain:
     """Saves the parameters of a process that was asked to stop."""
 
     def __init__(self, context: PserverContext, checkpointer: Checkpointer) -> None:
-        self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
+        self._directory, self._pserver, self._own_index = (
+            context.directory,
+            context.pserver,
+            context.own_index,
+        )
         self._checkpointer = checkpointer
 
     async def run(self, limit_s: float) -> None:

@@ -67,7 +67,11 @@ async def kept_checkpoints(
     context: PserverContext, kind: type[CheckpointLatest | OwnCheckpoints]
 ) -> tuple[CheckpointRef, ...]:
     """Those of the job, or this pserver's own, that may be loaded, newest first. Raises PeerError."""
-    key = context.keys.latest if kind is CheckpointLatest else context.keys.own_checkpoints(context.pserver.index)
+    key = (
+        context.keys.latest
+        if kind is CheckpointLatest
+        else context.keys.own_checkpoints(context.pserver.index)
+    )
     found = await context.etcd.get(key)
     record = read_record(kind, key, found.value if found else None)
     return record.kept if record is not None else ()
@@ -100,11 +104,14 @@ async def _load(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dic
             msg = f"the storage is not reached: {away}"
             if not context.own_index.record.waits:  # written once, for people to read
                 context.own_index.set(
-                    waits=f"pserver-{pserver.index} waits to load checkpoint {ref.uuid} (step {ref.step}): {msg}"
+                    waits=f"pserver-{pserver.index} waits to load checkpoint {ref.uuid} (step "
+                    f"{ref.step}): {msg}"
                 )
             raise PeerError(msg) from away
         except Exception as error:
-            cause = f"checkpoint {ref.uuid} (step {ref.step}) could not be read, {attempt + 1} times: {error!r}"
+            cause = (
+                f"checkpoint {ref.uuid} (step {ref.step}) could not be read, {attempt + 1} times: {error!r}"
+            )
             log.exception("checkpoint_unread", index=pserver.index, cause=cause)
             await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
             continue
@@ -127,11 +134,16 @@ class Rollback(StateFollower):
 
     def is_due(self, state: JobState) -> bool:
         restored = self._own_index.record.restored
-        done = restored is not None and (restored.timeline, restored.checkpoint) == (state.timeline, state.checkpoint)
+        done = restored is not None and (restored.timeline, restored.checkpoint) == (
+            state.timeline,
+            state.checkpoint,
+        )
         return state.phase is Phase.ROLLING_BACK and not done
 
     async def answer(self, state: JobState) -> None:
-        log.info("rolling_back", index=self._pserver.index, timeline=state.timeline, checkpoint=state.checkpoint)
+        log.info(
+            "rolling_back", index=self._pserver.index, timeline=state.timeline, checkpoint=state.checkpoint
+        )
         self._pserver.drop(state.generation)
         restored = Restored(timeline=state.timeline, checkpoint=state.checkpoint)
         if not state.checkpoint:  # training starts over
@@ -145,7 +157,9 @@ class Rollback(StateFollower):
                 self._pserver.restore(store, state.timeline, state.checkpoint)
                 self._follower.follow()  # the slot map may be newer
             except CheckpointUnusable as error:
-                restored = restored.with_fields(error=error.message, superseded=isinstance(error, _Superseded))
+                restored = restored.with_fields(
+                    error=error.message, superseded=isinstance(error, _Superseded)
+                )
             except PeerError as error:
                 log.warning("restore_delayed", index=self._pserver.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))
@@ -168,7 +182,8 @@ class Rollback(StateFollower):
 
 
 class Rejoin(StateFollower):
-    """Loads the parameters of a replaced parameter server, and tells the master which minibatches they lack."""
+    """Loads the parameters of a replaced parameter server, and tells the master which minibatches they
+    lack."""
 
     def __init__(self, context: PserverContext, follower: SlotFollower) -> None:
         super().__init__(context)
@@ -181,7 +196,13 @@ class Rejoin(StateFollower):
         joined = state.joined.get(str(self._pserver.index)) == self._pserver.incarnation
         owner = slots is not None and self._pserver.index in slots.serving and not joined
         empty = self._directory.init_done and self._pserver.store is None and owner
-        return spec is not None and spec.mode is Mode.ASYNC and state.phase in GOING_ON and empty and not answered
+        return (
+            spec is not None
+            and spec.mode is Mode.ASYNC
+            and state.phase in GOING_ON
+            and empty
+            and not answered
+        )
 
     async def answer(self, state: JobState) -> None:
         log.info("rejoining", index=self._pserver.index, timeline=state.timeline)
@@ -243,7 +264,8 @@ class Rejoin(StateFollower):
         return now is not None and now.timeline == state.timeline and now.phase in GOING_ON
 
 
-# ---------------------------------------------------------------- a store from the parts of a checkpoint; all of it blocks
+# ---------------------------------------------------------------- a store from the parts of a checkpoint; all
+# of it blocks
 
 
 def load_store(
@@ -257,10 +279,10 @@ def load_store(
     pool: BufferPool | None = None,
     clipping: Clipping | None = None,
 ) -> tuple[Store, dict[str, int]]:
-    """A store of the blocks that `slots` gives to pserver `index`; the number of pservers that wrote the parts does not
-    matter. Each part that holds some of them is read whole and checked.
-    Second: how many minibatches all blocks have of each task that was open at an asynchronous checkpoint (-1: all).
-    `digest`: of the job's layout.
+    """A store of the blocks that `slots` gives to pserver `index`; the number of pservers that wrote the
+    parts does not matter. Each part that holds some of them is read whole and checked. Second: how many
+    minibatches all blocks have of each task that was open at an asynchronous checkpoint (-1: all). `digest`:
+    of the job's layout.
 
     Raises CheckpointUnusable, OSError.
     """
@@ -344,7 +366,11 @@ def _load_part(
 
     reader = BlockReader(ref, blocks, take)
     sink = reader.sink
-    summary = stored.read_part(storage_url, ref, part, sink) if tables is None else tables.load(storage_url, part, sink)
+    summary = (
+        stored.read_part(storage_url, ref, part, sink)
+        if tables is None
+        else tables.load(storage_url, part, sink)
+    )
     for number, values, state in reader.loaded(part.file):
         store.place_block(number, values, state)
     return summary

@@ -8,10 +8,10 @@ from trireme_shared.platform.membership.settings import MemberSettings
 
 
 class Settings(MemberSettings):
-    """`uds`: also listen on this UNIX socket, or on one in this folder, named as the process is. `threads`: of torch.
-    Durations in seconds: a peer may be silent for `stall_s` inside a message and for `idle_s` between blocks; a pull waits
-    at most `max_wait_s`, a claim `claim_wait_s`; asked to leave, it saves its parameters for at most `drain_seconds` (see
-    docs/checkpoints.md)."""
+    """`uds`: also listen on this UNIX socket, or on one in this folder, named as the process is. `threads`:
+    of torch. Durations in seconds: a peer may be silent for `stall_s` inside a message and for `idle_s`
+    between blocks; a pull waits at most `max_wait_s`, a claim `claim_wait_s`; asked to leave, it saves its
+    parameters for at most `drain_seconds` (see docs/checkpoints.md)."""
 
     uds: str = ""
     name: str = "pserver"

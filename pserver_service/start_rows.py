@@ -1,6 +1,8 @@
-"""Rows that a job's tables start with (`init_from`) are read here, each parameter server those of its own slots, before it takes the first parameters.
+"""Rows that a job's tables start with (`init_from`) are read here, each parameter server those of its own
+slots, before it takes the first parameters.
 
-init --rows(header)--> NOT_READY, and they are read in the background ... the trainer sends init again --rows(header)--> the rows
+init --rows(header)--> NOT_READY, and they are read in the background ... the trainer sends init again
+    --rows(header)--> the rows
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ log = telemetry.logger("pserver.start_rows")
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """Of `header.layout`, for the slots of parameter server `header.pserver` in `slots`. `done`: one of the last two is set."""
+    """Of `header.layout`, for the slots of parameter server `header.pserver` in `slots`. `done`: one of the
+    last two is set."""
 
     header: InitHeader
     slots: SlotMap
@@ -79,7 +82,10 @@ class StartRowsReader:
             self._asked.set()
         await event_within(reading.done, WAIT_S)
         if not reading.done.is_set():
-            msg = f"pserver-{header.pserver} reads the rows that tables start with from beside {self._context.spec.init_from}"
+            msg = (
+                f"pserver-{header.pserver} reads the rows that tables start with from beside "
+                f"{self._context.spec.init_from}"
+            )
             raise NotReady(msg, hint="it takes as long as reading these files; ask again")
         self._reading = None
         if reading.error is None:
@@ -91,14 +97,16 @@ class StartRowsReader:
 
 
 def read_start_rows(header: InitHeader, slots: SlotMap, init_from: str | None, states: bool) -> TableRows:
-    """Blocks. Raises InvalidArgument: the files are others than the trainer that begins the job saw; OSError."""
+    """Blocks. Raises InvalidArgument: the files are others than the trainer that begins the job saw;
+    OSError."""
     made, mark = rows_of(header), mark_in(header.layout.initial)
     assert made is not None
     fit = fit_tables(header.layout.tables, init_from or "", states=states)
     here = fit.mark()
     if here != mark:
         msg = (
-            f"the tables beside {init_from} are not the same for pserver-{header.pserver} as for the trainer that begins the job (mark {here or 'none'}, "
+            f"the tables beside {init_from} are not the same for pserver-{header.pserver} as for "
+            f"the trainer that begins the job (mark {here or 'none'}, "
             f"the job has {mark}): they were changed meanwhile, or one of the two sees other files"
         )
         hint = "all members must see the same files; start a new job for new ones"

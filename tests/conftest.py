@@ -1,5 +1,5 @@
-"""The longest tests begin first, so that no process of `pytest -n` is left with one at the end. Files in memory:// are
-gone after each test, users' modules as well, and logs go where they went before it."""
+"""The longest tests begin first, so that no process of `pytest -n` is left with one at the end. Files in
+memory:// are gone after each test, users' modules as well, and logs go where they went before it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        return next((number for number, folder in enumerate(FIRST) if item.nodeid.startswith(folder)), len(FIRST))
+        return next(
+            (number for number, folder in enumerate(FIRST) if item.nodeid.startswith(folder)), len(FIRST)
+        )
 
     items.sort(key=rank)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Half a million objects of modules and tests stay until the end: the collector does not look through them again and again."""
+    """Half a million objects of modules and tests stay until the end: the collector does not look through
+    them again and again."""
     gc.disable()
     try:
         return (yield)
@@ -63,7 +66,8 @@ def logs_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def users_modules_are_gone() -> Iterator[None]:
-    """Users' modules, their folders on sys.path, and torch's threads are global to a process of `pytest -n`."""
+    """Users' modules, their folders on sys.path, and torch's threads are global to a process of `pytest
+    -n`."""
     modules, path = set(sys.modules), list(sys.path)
     threads = torch.get_num_threads() if (torch := sys.modules.get("torch")) else None
     yield

@@ -1,6 +1,8 @@
-"""The life of a trainer: register, initialise or wait, train, evaluate and export, leave. Its process passes in all ports.
+"""The life of a trainer: register, initialise or wait, train, evaluate and export, leave. Its process passes
+in all ports.
 
-    lease + trainers/<id> ─► parameters initialised ─► TRAIN (loop) ─► EVALUATE, EXPORT (evaluate_export) ─► job over: exit
+    lease + trainers/<id> ─► parameters initialised ─► TRAIN (loop) ─► EVALUATE, EXPORT (evaluate_export)
+        ─► job over: exit
 
 A simulation runs this class on a virtual loop with its own etcd, network and compute.
 """
@@ -57,7 +59,8 @@ log = telemetry.logger("agent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPorts:
-    """What a trainer's process gives to its Agent, or a simulation in its place. `directory.run()` must run beside the Agent."""
+    """What a trainer's process gives to its Agent, or a simulation in its place. `directory.run()` must run
+    beside the Agent."""
 
     etcd: Etcd
     directory: Directory
@@ -77,7 +80,12 @@ class Agent:
     """`run` returns the process's exit code, also once `stopping` is set."""
 
     def __init__(
-        self, spec: JobSpec, member: TrainerMember, compute: Compute, ports: AgentPorts, stopping: asyncio.Event
+        self,
+        spec: JobSpec,
+        member: TrainerMember,
+        compute: Compute,
+        ports: AgentPorts,
+        stopping: asyncio.Event,
     ) -> None:
         etcd, directory, master, connect = ports.etcd, ports.directory, ports.master, ports.connect
         self._membership, self._offload, self._life = Membership(etcd, member), ports.offload, ports.life
@@ -85,9 +93,13 @@ class Agent:
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
         self._activity = activity = Activity()
-        self._reports = reports = Reports(master, member.trainer, activity, progress_every_s(spec.task_timeout_floor_s))
+        self._reports = reports = Reports(
+            master, member.trainer, activity, progress_every_s(spec.task_timeout_floor_s)
+        )
         workers = ports.offload, ports.alone
-        source = TaskSource(spec, master, member.trainer, *workers, reports.warn, by_columns=compute.by_columns)
+        source = TaskSource(
+            spec, master, member.trainer, *workers, reports.warn, by_columns=compute.by_columns
+        )
         self.collective: CollectiveMember | None = None
         self._servers: ParameterServers | None = None
         exchange: StepExchange
@@ -99,7 +111,9 @@ class Agent:
             fleet = FleetClient(directory, connect, compute.layout, reports.suspect, self._membership.certain)
             dtypes = spec.parameter_dtype, spec.gradient_dtype
             exchange = self._servers = ParameterServers(fleet, compute, *dtypes, spec.on_nonfinite)
-        self._context = LoopContext(spec, etcd, directory, compute, exchange, source, reports, activity, stopping)
+        self._context = LoopContext(
+            spec, etcd, directory, compute, exchange, source, reports, activity, stopping
+        )
         self._evaluator = Evaluator(self._context)
         self._initial = compute.initial_lane_zero()
         self._pauses = PauseResponder(
@@ -123,7 +137,8 @@ class Agent:
         return self._loop.position() if isinstance(self._loop, AsyncLoop) else Paused(uuid="")
 
     async def run(self) -> int:
-        """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start this trainer again under a new name."""
+        """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start this trainer again
+        under a new name."""
         timeline = timeline_of(self._directory)
         if self.collective is not None:  # before anything may load rows
             await self.collective.server.prepare_tables(self._compute.layout)
@@ -163,8 +178,8 @@ class Agent:
         return code
 
     async def _fits_job(self) -> bool:
-        """Before it registers, if the job's layout is known already: the job shall not count on a trainer that is refused. False: as
-        `fits`. Raises LayoutMismatch."""
+        """Before it registers, if the job's layout is known already: the job shall not count on a trainer
+        that is refused. False: as `fits`. Raises LayoutMismatch."""
         view = self._directory
         if not view.init_done or view.layout is None:
             return True
@@ -200,7 +215,13 @@ class Agent:
                 if self._duty() is Duty.LEAVE:
                     break
                 await self._directory.changed(self._directory.revision, LOOK_S)
-        except (InvalidArgument, UserCodeError, LayoutMismatch, ResourceExhausted, StorageUnreachable) as error:
+        except (
+            InvalidArgument,
+            UserCodeError,
+            LayoutMismatch,
+            ResourceExhausted,
+            StorageUnreachable,
+        ) as error:
             await self._report(error)
             raise
         state = self._directory.state
@@ -224,13 +245,14 @@ class Agent:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _job_completed(self) -> None:
-        """Ends LEAVE_S after the job is complete: the masters may be gone, so nobody may answer the last reports."""
+        """Ends LEAVE_S after the job is complete: the masters may be gone, so nobody may answer the last
+        reports."""
         await self._job_is(Phase.COMPLETED)
         await asyncio.sleep(LEAVE_S)
 
     async def _started_over(self, timeline: int) -> None:
-        """Ends when the job starts over without a checkpoint: this trainer's model may be trained already, and only a new
-        model can give initial values."""
+        """Ends when the job starts over without a checkpoint: this trainer's model may be trained already,
+        and only a new model can give initial values."""
         while True:
             state = self._directory.state
             if state is not None and state.timeline != timeline and not state.checkpoint:
@@ -238,8 +260,8 @@ class Agent:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _stopped(self) -> None:
-        """Ends when `stopping` is set and no minibatch is being computed or pushed, or LEAVE_S later; after NOBODY_S without any
-        parameter server: there is nobody to push to (the job is paused, say)."""
+        """Ends when `stopping` is set and no minibatch is being computed or pushed, or LEAVE_S later; after
+        NOBODY_S without any parameter server: there is nobody to push to (the job is paused, say)."""
         await self._stopping.wait()
         now = seen = clock.monotonic()
         deadline = now + LEAVE_S
@@ -259,7 +281,8 @@ class Agent:
         return await self._loop.run()
 
     async def _evaluate_and_export(self, timeline: int, acquired: Task | None) -> None:
-        """Evaluate and export. Returns early if the job went back to a checkpoint: there may be training to do again."""
+        """Evaluate and export. Returns early if the job went back to a checkpoint: there may be training to
+        do again."""
         self._activity.active = loop = EvaluateExportLoop(self._context, self._evaluator)
         try:
             await on_timeline(self._directory, timeline, loop.run(acquired))

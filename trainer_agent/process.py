@@ -1,9 +1,11 @@
 """One trainer process: the sockets, threads and user's script that an Agent needs.
 
-    what the process before this one died at is told ─► spec from etcd ─► the user's module and model ─► /healthz ─► Agent.run ─► exit code
+    what the process before this one died at is told ─► spec from etcd ─► the user's module and model
+        ─► /healthz ─► Agent.run ─► exit code
 
-/healthz tells a dead trainer from a slow one, /readyz says whether its model is built, /metrics is for Prometheus. The file of
-trireme_shared.platform.runtime.begun says what a process had begun when it died: one report for each thing, and the master counts deaths by place.
+/healthz tells a dead trainer from a slow one, /readyz says whether its model is built, /metrics is for
+Prometheus. The file of trireme_shared.platform.runtime.begun says what a process had begun when it died: one
+report for each thing, and the master counts deaths by place.
 """
 
 from __future__ import annotations
@@ -45,7 +47,13 @@ from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import begun, http, ids, process_setup, service, telemetry
 from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.platform.security.access import Access
-from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, NotReady, TriremeError
+from trireme_shared.protocol.errors import (
+    CallerError,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotReady,
+    TriremeError,
+)
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailTask, JobSpec, TrainerMember, UserFailure
 from trireme_shared.protocol.records.tasks import READING, BegunWork
@@ -60,8 +68,10 @@ REPORT_S = 30.0
 NEW_SPEC_S = 10.0  # a master writes it when it takes over
 READER_THREADS = 2
 _ANOTHER_DISPATCH = {
-    Dispatch.ETCD: "job {job} has dispatch: etcd, its trainers keep the task queue themselves; start them with `python -m trireme.masterless`",
-    Dispatch.MASTER: "job {job} has dispatch: master; start its trainers with `python -m trainer_agent`, and a master",
+    Dispatch.ETCD: "job {job} has dispatch: etcd, its trainers keep the task queue themselves; start them "
+    "with `python -m trireme.masterless`",
+    Dispatch.MASTER: "job {job} has dispatch: master; start its trainers with `python -m trainer_agent`, and "
+    "a master",
 }
 T = TypeVar("T")
 log = telemetry.logger("process")
@@ -109,7 +119,9 @@ async def serve(
         stack.callback(group.create_task(directory.run()).cancel)
         telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
         pages = StatusPages(settings.access)
-        port = await stack.enter_async_context(pages.serving(settings.host, settings.port, settings.tls.server()))
+        port = await stack.enter_async_context(
+            pages.serving(settings.host, settings.port, settings.tls.server())
+        )
         context = TrainerContext(
             trainer, f"{settings.tls.scheme}://{settings.advertised}:{port}", etcd, directory, client
         )
@@ -172,7 +184,9 @@ async def _train(
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
         scripts = LocalScripts(context.etcd, settings.root, settings.sources)
-        script = await retry(lambda: find_script(context.directory, scripts), "reading the job's script", REPORT_S)
+        script = await retry(
+            lambda: find_script(context.directory, scripts), "reading the job's script", REPORT_S
+        )
         shared = settings.transport in {"auto", "shm"}
         compute = await asyncio.get_running_loop().run_in_executor(
             computing,
@@ -230,7 +244,8 @@ async def _train(
 
 
 async def steps_of(directory: Directory) -> JobSteps:
-    """What the job makes, as soon as its dataset is counted. Raises NotReady if that cannot be known any more."""
+    """What the job makes, as soon as its dataset is counted. Raises NotReady if that cannot be known any
+    more."""
     while directory.plan is None or directory.spec is None:
         if directory.known_state.phase.final:
             raise NotReady("the job has ended before its dataset was counted")
@@ -239,7 +254,8 @@ async def steps_of(directory: Directory) -> JobSteps:
 
 
 async def find_script(directory: Directory, scripts: LocalScripts) -> Path:
-    """Raises ScriptChanged if a file stays another than the spec says: a job that was started again gets a new spec by its master."""
+    """Raises ScriptChanged if a file stays another than the spec says: a job that was started again gets a
+    new spec by its master."""
     while True:
         spec = directory.spec
         assert spec is not None
@@ -253,7 +269,9 @@ async def _another_spec(directory: Directory, known: JobSpec, error: ScriptChang
     """Raises `error` if there is none within NEW_SPEC_S."""
     try:
         await directory.wait_for(
-            lambda view: view.spec is not None and view.spec.sources != known.sources, NEW_SPEC_S, "the job's new spec"
+            lambda view: view.spec is not None and view.spec.sources != known.sources,
+            NEW_SPEC_S,
+            "the job's new spec",
         )
     except DeadlineExceeded:
         raise error from None
@@ -269,7 +287,8 @@ def _build(
 
 
 async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -> None:
-    """The script cannot be loaded or its model cannot be built: the master decides how often that is tried again."""
+    """The script cannot be loaded or its model cannot be built: the master decides how often that is tried
+    again."""
     log.error("start_failed", code=error.code, message=error.message, hint=error.hint)
     failure = failure_of(error, task="building the model", trainer=trainer)
     try:
@@ -289,7 +308,9 @@ class StatusPages:
 
     def collect(self) -> Iterator[Metric]:
         agent = self.agent
-        yield GaugeMetricFamily("trireme_trainer_ready", "1 once its model is built", value=int(agent is not None))
+        yield GaugeMetricFamily(
+            "trireme_trainer_ready", "1 once its model is built", value=int(agent is not None)
+        )
         if agent is None:
             return
         for field, (name, text) in COUNTERS.items():
@@ -304,8 +325,8 @@ class StatusPages:
 
 
 def journal_file(job: str, name: str) -> Path:
-    """The one that the launcher has named; else one of this user in the system's temporary folder, which a container keeps when it is started
-    again."""
+    """The one that the launcher has named; else one of this user in the system's temporary folder, which a
+    container keeps when it is started again."""
     given = os.environ.get(begun.FILE)
     return Path(given) if given else Path(tempfile.gettempdir()) / f"trireme-begun-{os.getuid()}-{job}-{name}"
 
@@ -316,10 +337,15 @@ async def report_last_end(left: begun.Left, spec: JobSpec, master: MasterPort) -
     for work in filter(None, map(BegunWork.from_bytes, left.works)):
         message = f"{name} {_how(left, spec)} while it {_what(work, spec)}"
         log.warning("died_before", cause=message)
-        failure = UserFailure(error_type=DIED, message=message, task=f"task {work.task}", trainer=left.process)
-        failed = FailTask(trainer=left.process, attempt=0, failure=failure, epoch=work.epoch, died_at=work.minibatch)
+        failure = UserFailure(
+            error_type=DIED, message=message, task=f"task {work.task}", trainer=left.process
+        )
+        failed = FailTask(
+            trainer=left.process, attempt=0, failure=failure, epoch=work.epoch, died_at=work.minibatch
+        )
         try:
-            await retry(lambda: master.fail_task(work.task, failed), "reporting a death", REPORT_S)  # noqa: B023  awaited here
+            # awaited here
+            await retry(lambda: master.fail_task(work.task, failed), "reporting a death", REPORT_S)  # noqa: B023
         except TriremeError as error:
             log.warning("death_unreported", cause=str(error))
 
@@ -329,7 +355,10 @@ def _how(left: begun.Left, spec: JobSpec) -> str:
     if left.hung:
         return f"hung for {spec.task_timeout_ceiling_s:g} s (task_timeout_ceiling_s)"
     if end == "exit code 1":  # as the thread ends it that needs no interpreter
-        return f"ended with {end} (or kept the interpreter for {spec.task_timeout_ceiling_s:g} s; its log says which)"
+        return (
+            f"ended with {end} (or kept the interpreter for {spec.task_timeout_ceiling_s:g} s; its log "
+            "says which)"
+        )
     if end == "SIGKILL":
         return "was killed by SIGKILL (out of memory?)"
     if end.startswith("SIG"):

@@ -15,9 +15,11 @@ class Settings(MemberSettings):
         auto   the fastest that both ends have             unix   over a UNIX socket, payloads on the stream
         shm    over a UNIX socket, payloads in shared memory     tcp    over TCP
 
-    `shm` and `unix` need both ends on one host. In a collective job all of that is between trainers: each serves its share at `exchange_port`
-    (0: a free one), and at the UNIX socket `uds`, or one in this folder, named as the process is. A peer may be silent for `stall_s` inside a
-    message and for `idle_s` between blocks; a pull waits at most `max_wait_s`. Durations are in seconds. Settings of the job itself are in its spec."""
+    `shm` and `unix` need both ends on one host. In a collective job all of that is between trainers: each
+    serves its share at `exchange_port` (0: a free one), and at the UNIX socket `uds`, or one in this folder,
+    named as the process is. A peer may be silent for `stall_s` inside a message and for `idle_s` between
+    blocks; a pull waits at most `max_wait_s`. Durations are in seconds. Settings of the job itself are in its
+    spec."""
 
     name: str = "trainer"
     transport: Literal["auto", "shm", "unix", "tcp"] = "auto"

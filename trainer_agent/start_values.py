@@ -1,15 +1,19 @@
 """The values that a model, its optimizer and its scheduler start with: `init_from` and `init_optimizer`.
 
-    FILE ─► checked against the model ─► loaded ─► {storage}/initial/<digest>.safetensors, the job's own copy of the whole model
-    tables/ beside it ─► checked against the model's tables ─► read by the parameter servers, or into the tables of this process
+    FILE ─► checked against the model ─► loaded
+        ─► {storage}/initial/<digest>.safetensors, the job's own copy of the whole model
+    tables/ beside it ─► checked against the model's tables
+        ─► read by the parameter servers, or into the tables of this process
     a trainer that joins later, or a job that resumes: the copy alone
 
-    {"model": ..., "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, a file of torch.save
+    {"model": ..., "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, a file of
+        torch.save
       ─► checked against the script's optimizer ─► optimizer.state ─► under plain Python that is all
-                                                                  ─► cut into blocks, sent to parameter servers with their first values
+                                                                  ─► cut into blocks, sent to parameter
+                                                                      servers with their first values
 
-Parameters that are not trained lie in no parameter server, so every trainer that starts needs them. Files are safetensors, or what
-torch.save wrote of a state_dict; no code in them is run.
+Parameters that are not trained lie in no parameter server, so every trainer that starts needs them. Files are
+safetensors, or what torch.save wrote of a state_dict; no code in them is run.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states")
 SCHEDULER = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers")
 SHOWN = 10
 PARTIAL = "--init-partial (init_partial = true) leaves out what does not fit"
-NOT_PARTIAL = "--init-optimizer needs a file of the same model; without it --init-partial leaves out what does not fit"
+NOT_PARTIAL = (
+    "--init-optimizer needs a file of the same model; without it --init-partial leaves out what does not fit"
+)
 NO_TABLES = Fit()
 INSPECTED = "-"  # storage of a script that is only tried
 log = telemetry.logger("start_values")
@@ -49,8 +55,9 @@ SHOWN_PROBLEMS = 5
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """`digest`: Layout.initial, of all values of the model after loading and of the rows of tables; "": nothing was loaded. `sentence`: what was left
-    out, for the user. `tables`: whose rows are still to be loaded."""
+    """`digest`: Layout.initial, of all values of the model after loading and of the rows of tables; "":
+    nothing was loaded. `sentence`: what was left out, for the user. `tables`: whose rows are still to be
+    loaded."""
 
     digest: str = ""
     sentence: str = ""
@@ -58,8 +65,8 @@ class Started:
 
 
 def start_values(model: nn.Module, spec: JobSpec, initial: str = "") -> Started:
-    """As a trainer of the job: from its own copy `initial` if it has begun, else from the file, and the copy is made. The model may then
-    lie on a host alone. Raises InvalidArgument, OSError."""
+    """As a trainer of the job: from its own copy `initial` if it has begun, else from the file, and the copy
+    is made. The model may then lie on a host alone. Raises InvalidArgument, OSError."""
     if spec.init_from is None:
         return Started()
     if initial:
@@ -80,7 +87,8 @@ def start_values(model: nn.Module, spec: JobSpec, initial: str = "") -> Started:
 
 
 def load_start_values(model: nn.Module, spec: JobSpec) -> Started:
-    """From the file that `init_from` names, if it does; of tables only what there is to load. Raises InvalidArgument, OSError."""
+    """From the file that `init_from` names, if it does; of tables only what there is to load. Raises
+    InvalidArgument, OSError."""
     if spec.init_from is None:
         return Started()
     values, hint = read_tensors(spec.init_from), NOT_PARTIAL if spec.init_optimizer else PARTIAL
@@ -88,8 +96,10 @@ def load_start_values(model: nn.Module, spec: JobSpec) -> Started:
     sentence = load_state(model, values, spec.init_from, partial=spec.init_partial, hint=hint, tables=tables)
     if tables.stateless:
         raise InvalidArgument(
-            f"init_optimizer: the rows beside {spec.init_from} do not fit the script's tables: {'; '.join(tables.stateless[:SHOWN])}",
-            hint="use the row optimizers that the tables were trained with, and files of `trireme export --optimizer`, or leave --init-optimizer out",
+            f"init_optimizer: the rows beside {spec.init_from} do not fit the script's tables: "
+            f"{'; '.join(tables.stateless[:SHOWN])}",
+            hint="use the row optimizers that the tables were trained with, and files of `trireme "
+            "export --optimizer`, or leave --init-optimizer out",
         )
     return Started(marked(digest_of(model), tables.mark()), sentence, tables.tables)
 
@@ -103,10 +113,12 @@ def load_state(
     hint: str = PARTIAL,
     tables: Fit = NO_TABLES,
 ) -> str:
-    """Copy `values` to the model's parameters and buffers of these names; what was left out, also of its `tables`. Raises InvalidArgument if they are not
-    those of the model; `partial`: if none of them is."""
+    """Copy `values` to the model's parameters and buffers of these names; what was left out, also of its
+    `tables`. Raises InvalidArgument if they are not those of the model; `partial`: if none of them is."""
     own = _tensors(model)
-    fitting = {name: value for name, value in values.items() if name in own and _kind(own[name]) == _kind(value)}
+    fitting = {
+        name: value for name, value in values.items() if name in own and _kind(own[name]) == _kind(value)
+    }
     problems = [
         ("the file lacks", [*(name for name in own if name not in values), *tables.lacking]),
         ("the model lacks", [*(name for name in values if name not in own), *tables.unknown]),
@@ -132,7 +144,9 @@ def load_state(
         for name, value in fitting.items():
             own[name].copy_(value)
     of_tables = f" and {len(tables.tables)} of its tables" if tables != NO_TABLES else ""
-    loaded = f"init_from: {len(fitting)} of the model's {len(own)} tensors{of_tables} were loaded from {where}"
+    loaded = (
+        f"init_from: {len(fitting)} of the model's {len(own)} tensors{of_tables} were loaded from {where}"
+    )
     return f"{loaded}; {sentence}" if sentence else ""
 
 
@@ -176,7 +190,9 @@ def _copy(spec: JobSpec, digest: str) -> str:
     return files.join(spec.storage, "initial", f"{digest_in(digest)}.safetensors")
 
 
-def load_start_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, spec: JobSpec) -> None:
+def load_start_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, spec: JobSpec
+) -> None:
     """Out of the file that `init_from` names, if `init_optimizer` asks for it. Raises InvalidArgument."""
     if spec.init_optimizer and spec.init_from is not None:
         load_training_state(model, optimizer, scheduler, read_training_state(spec.init_from), spec.init_from)
@@ -185,8 +201,9 @@ def load_start_state(model: nn.Module, optimizer: torch.optim.Optimizer, schedul
 def load_training_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, found: TrainingState, where: str
 ) -> None:
-    """Give both the state in `found`; tensors are moved to their parameters' device. The options of the groups (learning rate, ...) stay
-    as the script sets them, but are those of the file if there is a scheduler: they follow from its state. Raises InvalidArgument."""
+    """Give both the state in `found`; tensors are moved to their parameters' device. The options of the
+    groups (learning rate, ...) stay as the script sets them, but are those of the file if there is a
+    scheduler: they follow from its state. Raises InvalidArgument."""
     groups, state = _parts(found.optimizer, where)
     own = optimizer.param_groups
     sizes, mine = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
@@ -219,14 +236,18 @@ def load_training_state(
         except Exception as error:  # a scheduler of another class may raise anything
             raise _misfit(where, f"the scheduler refuses its state: {error}") from error
         for mine_now, theirs in zip(own, groups, strict=True):
-            mine_now.update({name: value for name, value in theirs.items() if name not in ("params", "param_names")})
+            mine_now.update(
+                {name: value for name, value in theirs.items() if name not in ("params", "param_names")}
+            )
     optimizer.load_state_dict({"state": taken, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _parts(saved: Any, where: str) -> tuple[list[dict[str, Any]], Mapping[Any, Mapping[str, Any]]]:
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     state = saved.get("state") if isinstance(saved, Mapping) else None
-    whole = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
+    whole = isinstance(groups, list) and all(
+        isinstance(group, dict) and "params" in group for group in groups
+    )
     if not whole or not isinstance(groups, list) or not isinstance(state, Mapping):
         raise _misfit(where, "it is not what optimizer.state_dict() gives")
     return groups, state
@@ -235,7 +256,8 @@ def _parts(saved: Any, where: str) -> tuple[list[dict[str, Any]], Mapping[Any, M
 def _misfit(where: str, what: str) -> InvalidArgument:
     return InvalidArgument(
         f"init_optimizer: the optimizer in {where} does not fit the script's: {what}",
-        hint="use the optimizer that the file was made with, or leave --init-optimizer out: then its state starts fresh",
+        hint="use the optimizer that the file was made with, or leave --init-optimizer out: then its "
+        "state starts fresh",
     )
 
 
@@ -247,7 +269,10 @@ def _tensor(name: str, value: Any, kinds: Mapping[str, bool]) -> torch.Tensor:
 
 def _problem(parameter: nn.Parameter, values: Mapping[str, torch.Tensor], kinds: Mapping[str, bool]) -> str:
     if values.keys() != kinds.keys():
-        return f"has {', '.join(sorted(values)) or 'no state'}, {', '.join(sorted(kinds)) or 'no state'} is needed"
+        return (
+            f"has {', '.join(sorted(values)) or 'no state'}, {', '.join(sorted(kinds)) or 'no state'} "
+            "is needed"
+        )
     for name, scalar in kinds.items():
         shape = [] if scalar else list(parameter.shape)
         if list(values[name].shape) != shape:
@@ -257,7 +282,8 @@ def _problem(parameter: nn.Parameter, values: Mapping[str, torch.Tensor], kinds:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What optimizer.state_dict() and scheduler.state_dict() gave; an empty `scheduler`: the file has none."""
+    """What optimizer.state_dict() and scheduler.state_dict() gave; an empty `scheduler`: the file has
+    none."""
 
     optimizer: Any
     scheduler: dict[str, Any]
@@ -281,7 +307,8 @@ def read_training_state(url: str) -> TrainingState:
     if optimizer is None:
         raise InvalidArgument(
             f"init_optimizer: {url} has no state of an optimizer",
-            hint='give a job (--init-from JOB[@STEP]), or a file of torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)',
+            hint='give a job (--init-from JOB[@STEP]), or a file of torch.save({"model": '
+            'model.state_dict(), "optimizer": optimizer.state_dict()}, path)',
         )
     return TrainingState(optimizer, dict(_one(found, SCHEDULER) or {}))
 
@@ -291,7 +318,8 @@ def _content(url: str) -> bytes:
         return files.read_bytes(url)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise InvalidArgument(
-            f"init_from: {url} cannot be read: {error.strerror or error}", hint="every member must see the file"
+            f"init_from: {url} cannot be read: {error.strerror or error}",
+            hint="every member must see the file",
         ) from error
 
 
@@ -310,7 +338,9 @@ def _state_dict(url: str, content: bytes) -> dict[str, torch.Tensor]:
             found = found[key]
             break
     if not isinstance(found, dict):
-        raise InvalidArgument(f"init_from: {url} holds a {type(found).__name__}", hint="a state_dict is needed")
+        raise InvalidArgument(
+            f"init_from: {url} holds a {type(found).__name__}", hint="a state_dict is needed"
+        )
     tensors = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
     if not tensors:
         raise InvalidArgument(f"init_from: {url} holds no tensors", hint="a state_dict is needed")
@@ -322,6 +352,8 @@ def _loaded(url: str, content: bytes) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything
         raise InvalidArgument(
-            f"init_from: {url} cannot be read as a state_dict: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            hint="save it with torch.save(model.state_dict(), path), or as safetensors; objects that need code are not loaded",
+            f"init_from: {url} cannot be read as a state_dict: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            hint="save it with torch.save(model.state_dict(), path), or as safetensors; objects that "
+            "need code are not loaded",
         ) from error

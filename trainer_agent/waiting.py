@@ -1,4 +1,5 @@
-"""What a trainer's coroutines wait with: retries, groups of tasks with one error, and work that comes to its end.
+"""What a trainer's coroutines wait with: retries, groups of tasks with one error, and work that comes to its
+end.
 
 retry, Backoff      growing pauses, a time limit, and a log line about what is waited for
 SingleErrorGroup    one error out of a TaskGroup: the one that decides what the caller does next
@@ -16,7 +17,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.protocol.errors import DeadlineExceeded, Gone, PeerError, TriremeError, UserCodeError, leaves
+from trireme_shared.protocol.errors import (
+    DeadlineExceeded,
+    Gone,
+    PeerError,
+    TriremeError,
+    UserCodeError,
+    leaves,
+)
 
 FIRST_S, CEILING_S = 0.05, 2.0
 LIMIT_S = 600.0
@@ -33,8 +41,8 @@ def backoff_s(failures: int) -> float:
 
 
 class Backoff:
-    """Pauses between the tries of one operation: `await failed(error)` after each failure. It sleeps, and raises DeadlineExceeded once failures have
-    followed each other for `limit_s`."""
+    """Pauses between the tries of one operation: `await failed(error)` after each failure. It sleeps, and
+    raises DeadlineExceeded once failures have followed each other for `limit_s`."""
 
     def __init__(self, what: str, limit_s: float = LIMIT_S) -> None:
         self._what, self._limit_s = what, limit_s
@@ -60,7 +68,8 @@ class Backoff:
         await asyncio.sleep(ids.jitter(backoff_s(self._failures)))
 
     def waited(self, cause: object) -> None:
-        """Somebody is still computing what is waited for. That may take any time, so the limit starts again."""
+        """Somebody is still computing what is waited for. That may take any time, so the limit starts
+        again."""
         self._failing_since = None
         self._notice(cause, clock.monotonic())
 
@@ -81,9 +90,10 @@ async def retry(call: Callable[[], Awaitable[T]], what: str, limit_s: float = LI
 
 
 class SingleErrorGroup(asyncio.TaskGroup):
-    """A TaskGroup that raises the most serious error of its tasks instead of an ExceptionGroup. If it is cancelled from outside in the moment in which
-    a task or its own code fails, it is cancelled, whatever the error is: asyncio's own raises the error (until Python 3.13), and whoever tries again
-    after such an error would never end. What is no TriremeError is logged then, since nobody else learns of it."""
+    """A TaskGroup that raises the most serious error of its tasks instead of an ExceptionGroup. If it is
+    cancelled from outside in the moment in which a task or its own code fails, it is cancelled, whatever the
+    error is: asyncio's own raises the error (until Python 3.13), and whoever tries again after such an error
+    would never end. What is no TriremeError is logged then, since nobody else learns of it."""
 
     _parent_cancel_requested: bool  # of asyncio.TaskGroup: it has cancelled whoever runs it
     _parent_task: asyncio.Task[object] | None
@@ -116,7 +126,9 @@ class SingleErrorGroup(asyncio.TaskGroup):
             del (
                 failed,
                 context,
-            )  # an error that refers to itself keeps all that its frames refer to, until Python looks for circles
+                # an error that refers to itself keeps all that its frames refer to, until Python looks for
+                # circles
+            )
 
 
 def _cancels() -> int:
@@ -132,7 +144,8 @@ def _take_back() -> None:
 
 
 def most_serious(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that decides; a bug (no TriremeError) comes first. The others are its cause, if it has none."""
+    """The error that decides; a bug (no TriremeError) comes first. The others are its cause, if it has
+    none."""
     error = max(leaves(group), key=_seriousness)
     others = group.subgroup(lambda each: each is not error and not isinstance(each, BaseExceptionGroup))
     if error.__cause__ is None and others is not None:
@@ -142,15 +155,20 @@ def most_serious(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _seriousness(error: BaseException) -> tuple[bool, ...]:
     known = isinstance(error, TriremeError)
-    return not known, isinstance(error, UserCodeError), isinstance(error, Gone), not isinstance(error, PeerError)
+    return (
+        not known,
+        isinstance(error, UserCodeError),
+        isinstance(error, Gone),
+        not isinstance(error, PeerError),
+    )
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel the tasks, again and again until they have ended. What they raise stays with them.
 
-    Until Python 3.13 a TaskGroup that is cancelled forgets the cancellation if one of its tasks fails at that moment: the
-    error is raised in place of CancelledError, and whoever handles the error goes on. A trainer of a job that has failed then
-    reported its own error to a master that was gone.
+    Until Python 3.13 a TaskGroup that is cancelled forgets the cancellation if one of its tasks fails at that
+    moment: the error is raised in place of CancelledError, and whoever handles the error goes on. A trainer
+    of a job that has failed then reported its own error to a master that was gone.
     """
     left = set(tasks)
     while left:
@@ -160,8 +178,8 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Await `work` to completion even if the caller is cancelled, then re-raise the cancellation: the work may be a thread that writes to the
-    caller's memory."""
+    """Await `work` to completion even if the caller is cancelled, then re-raise the cancellation: the work
+    may be a thread that writes to the caller's memory."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)

@@ -1,5 +1,7 @@
-"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables), `trireme.optim`, `trireme.log`, `trireme.train`, `trireme.total_steps`, and for a loop of
-its own `trireme.prepare` and `trireme.backward`, or `trireme.CollectiveCommunicator`; for programs and notebooks `trireme.run`. The import loads neither torch nor pydantic."""
+"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables),
+`trireme.optim`, `trireme.log`, `trireme.train`, `trireme.total_steps`, and for a loop of its own
+`trireme.prepare` and `trireme.backward`, or `trireme.CollectiveCommunicator`; for programs and notebooks
+`trireme.run`. The import loads neither torch nor pydantic."""
 
 from __future__ import annotations
 

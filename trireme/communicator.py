@@ -1,7 +1,9 @@
-"""`trireme.CollectiveCommunicator`: means and sums over the processes of a job, whichever of them live, for a training loop of one's own.
+"""`trireme.CollectiveCommunicator`: means and sums over the processes of a job, whichever of them live, for a
+training loop of one's own.
 
 allreduce ─► wait for an epoch ─► all call the same? ─► exchange ─► SUCCEEDED, the same result in all members
-                   ▲                     └─ no: FAILED in all       └─ a peer died: a new epoch, and again with those who live
+                   ▲                     └─ no: FAILED in all
+                       └─ a peer died: a new epoch, and again with those who live
 """
 
 from __future__ import annotations
@@ -49,14 +51,15 @@ Observer = Callable[[str, str, int], None]
 class CollectiveCommunicator:
     """One for each process; its operations are called in the same order in all processes, from one thread.
 
-    `job`, `etcd`: TRIREME_JOB and TRIREME_ETCD if they are left out; `etcd`: an address or several. Processes with the same job
-    find each other there. `timeout_s`: no call takes longer. `lease_ttl_s`: after so long a silent process is left out (a dead one at once).
-    `min_members`: fewer wait for more. `reduction`: "canonical" reduces over a fixed binary tree of the members instead of torch's
-    own way. `transport_dtype`: "bfloat16" or "float16": what float32 and float64 are rounded to on their way. `backend`: "gloo", "nccl", or
-    "auto": NCCL where this process has a GPU. `share_state`: new members get the group's state by a `broadcast` before anything
-    else. `host`: the address of this process for the others (TRIREME_HOST, else 127.0.0.1). `observer`: told
-    (phase, operation, number) before, during and after each operation.
-    Raises InvalidArgument for values that cannot be, PeerError if etcd does not answer.
+    `job`, `etcd`: TRIREME_JOB and TRIREME_ETCD if they are left out; `etcd`: an address or several. Processes
+    with the same job find each other there. `timeout_s`: no call takes longer. `lease_ttl_s`: after so long a
+    silent process is left out (a dead one at once). `min_members`: fewer wait for more. `reduction`:
+    "canonical" reduces over a fixed binary tree of the members instead of torch's own way. `transport_dtype`:
+    "bfloat16" or "float16": what float32 and float64 are rounded to on their way. `backend`: "gloo", "nccl",
+    or "auto": NCCL where this process has a GPU. `share_state`: new members get the group's state by a
+    `broadcast` before anything else. `host`: the address of this process for the others (TRIREME_HOST, else
+    127.0.0.1). `observer`: told (phase, operation, number) before, during and after each operation. Raises
+    InvalidArgument for values that cannot be, PeerError if etcd does not answer.
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class CollectiveCommunicator:
         if reduction not in (NATIVE, CANONICAL):
             raise InvalidArgument(f"reduction is {reduction!r}; it is {NATIVE!r} or {CANONICAL!r}")
         if transport_dtype not in (None, "bfloat16", "float16"):
-            raise InvalidArgument(f"transport_dtype is {transport_dtype!r}; it is 'bfloat16', 'float16' or None")
+            raise InvalidArgument(
+                f"transport_dtype is {transport_dtype!r}; it is 'bfloat16', 'float16' or None"
+            )
         if backend not in ("auto", GLOO, NCCL) or (backend == NCCL and not nccl_is_there()):
             there = "there" if nccl_is_there() else "not there"
             raise InvalidArgument(
@@ -102,13 +107,18 @@ class CollectiveCommunicator:
         self._observer = observer
         self._seen: tuple[int, int, int] = (-1, 0, 0)
         self._joined = share_state
-        self._background = Background(access, Keys(job, os.environ.get("TRIREME_ROOT", "trireme")), self.settings)
+        self._background = Background(
+            access, Keys(job, os.environ.get("TRIREME_ROOT", "trireme")), self.settings
+        )
         self._background.start(self.settings.timeout_s)
         atexit.register(self.close)
 
     def __repr__(self) -> str:
         rank, size, epoch = self._seen
-        return f"<CollectiveCommunicator of job {self._background.keys.job}: rank {rank} of {size}, epoch {epoch}>"
+        return (
+            f"<CollectiveCommunicator of job {self._background.keys.job}: rank {rank} of {size}, epoch "
+            f"{epoch}>"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -135,15 +145,17 @@ class CollectiveCommunicator:
 
     @property
     def joined(self) -> bool:
-        """Whether new members (maybe this process) wait for the group's state: `broadcast` it. True at the beginning."""
+        """Whether new members (maybe this process) wait for the group's state: `broadcast` it. True at the
+        beginning."""
         return self._joined
 
     # ------------------------------------------------------------ operations
 
     def allreduce(self, tensors: Any, op: str = MEAN, weight: float = 1.0) -> tuple[Status, Any]:
-        """The mean (or sum) over all members: of a torch tensor, numpy array or number, or of lists, tuples and dictionaries of
-        them, in the same form and in new memory. `weight`: of this member's values in the mean, 0 leaves them out; if all have 0 the
-        mean is 0. Returns (status, None) on failure. Raises InvalidArgument for arguments that cannot be; never for a peer."""
+        """The mean (or sum) over all members: of a torch tensor, numpy array or number, or of lists, tuples
+        and dictionaries of them, in the same form and in new memory. `weight`: of this member's values in the
+        mean, 0 leaves them out; if all have 0 the mean is 0. Returns (status, None) on failure. Raises
+        InvalidArgument for arguments that cannot be; never for a peer."""
         if op not in (MEAN, SUM):
             raise InvalidArgument(f'op is {op!r}; it is "MEAN" or "SUM"')
         return self._done(
@@ -158,9 +170,11 @@ class CollectiveCommunicator:
         )
 
     def broadcast(self, value: Any, root: int | None = None) -> tuple[Status, Any]:
-        """The value of rank `root`, in all members: tensors, arrays, numbers and texts in lists and dictionaries, as in a `state_dict()`.
-        `root` None: the group's state, of the oldest member that has it; if nobody has, of the oldest one. All call it; what the others give
-        may be None or of any form that can be sent. Raises InvalidArgument for a value that cannot, whoever's counts; never for a peer."""
+        """The value of rank `root`, in all members: tensors, arrays, numbers and texts in lists and
+        dictionaries, as in a `state_dict()`. `root` None: the group's state, of the oldest member that has
+        it; if nobody has, of the oldest one. All call it; what the others give may be None or of any form
+        that can be sent. Raises InvalidArgument for a value that cannot, whoever's counts; never for a
+        peer."""
         if root is not None:
             root = whole("root", root, 0, "a rank, or None for the oldest member")
         return self._done(Broadcast(value, root))
@@ -177,7 +191,8 @@ class CollectiveCommunicator:
     # ------------------------------------------------------------ how
 
     def _done(self, operation: Operation) -> tuple[Status, Any]:
-        """Try in one epoch after the other, until it is done or the time is over. Raises InvalidArgument in a forked process."""
+        """Try in one epoch after the other, until it is done or the time is over. Raises InvalidArgument in a
+        forked process."""
         self._background.check_process()
         deadline = clock.monotonic() + self.settings.timeout_s
         trouble = ""
@@ -190,7 +205,10 @@ class CollectiveCommunicator:
             try:
                 return self._tried(session, operation, deadline)
             except Broken as error:
-                trouble = f"operation {self._background.progress.last.done.number + 1} broke in epoch {session.epoch}: {error}"
+                trouble = (
+                    f"operation {self._background.progress.last.done.number + 1} broke in epoch "
+                    f"{session.epoch}: {error}"
+                )
                 session.broken = trouble
                 self._background.report(session.epoch, trouble)
             except BaseException as error:
@@ -218,13 +236,19 @@ class CollectiveCommunicator:
             return Status(succeeded=False, cause=Cause.MISMATCH, reason=session.refused), None
         if not progress.delivered:  # the others had done it when the group broke
             if progress.last.digest != digest(operation.lines):
-                msg = f"the others have finished operation {progress.last.done.number}, {progress.last.kind}, which is not this one: repeat it"
+                msg = (
+                    f"the others have finished operation {progress.last.done.number}, "
+                    f"{progress.last.kind}, which is not this one: repeat it"
+                )
                 return Status(succeeded=False, cause=Cause.MISMATCH, reason=msg), None
             progress.delivered = True
             return self._read(operation, session)
         if session.stateless and operation.kind != STATE:
             ranks = ", ".join(map(str, sorted(session.stateless)))
-            msg = f"rank {ranks} of {session.size} is new: call broadcast(state) in all members, then this again"
+            msg = (
+                f"rank {ranks} of {session.size} is new: call broadcast(state) in all members, then "
+                "this again"
+            )
             return Status(succeeded=False, cause=Cause.JOINED, reason=msg), None
         number = session.next_number()
         self._observe("before", operation, number.number)
@@ -240,7 +264,8 @@ class CollectiveCommunicator:
             msg = f"root is {operation.root}, and the group has {session.size} members"
             return Status(succeeded=False, cause=Cause.MISMATCH, reason=msg), None
         moment = Moment(
-            lambda: _left(deadline, self.settings.timeout_s), lambda: self._observe("during", operation, number.number)
+            lambda: _left(deadline, self.settings.timeout_s),
+            lambda: self._observe("during", operation, number.number),
         )
         result = operation.run(session.group, number, weights, session.root, moment)
         session.finish(result)
@@ -254,14 +279,21 @@ class CollectiveCommunicator:
         status = Status(succeeded=True, weight=result.weight, number=done.number, epoch=done.epoch)
         return status, operation.read(result)
 
-    def _mismatch(self, session: Session, operation: Operation, said: list[list[int]], deadline: float) -> Status:
+    def _mismatch(
+        self, session: Session, operation: Operation, said: list[list[int]], deadline: float
+    ) -> Status:
         """The same text in all members."""
         assert session.group is not None
         if len({each[0] for each in said}) > 1 or len({each[1] for each in said}) > 1:
-            msg = f"the members speak protocols and operations {[each[:2] for each in said]}: are they of one version?"
+            msg = (
+                f"the members speak protocols and operations {[each[:2] for each in said]}: are they "
+                "of one version?"
+            )
             return Status(succeeded=False, cause=Cause.MISMATCH, reason=msg)
         mine = "\n".join(operation.lines).encode()[:MANIFEST_BYTES]
-        texts = [each.decode("utf-8", "replace") for each in session.group.gather_bytes(mine, _left(deadline))]
+        texts = [
+            each.decode("utf-8", "replace") for each in session.group.gather_bytes(mine, _left(deadline))
+        ]
         msg = f"operation {said[0][1]} differs: {difference([text.splitlines() for text in texts])}"
         return Status(succeeded=False, cause=Cause.MISMATCH, reason=msg)
 
@@ -283,7 +315,10 @@ def seconds(name: str, value: Any, least: float, *, above: bool = False) -> floa
     found = as_float(value)
     if found is None or not least <= found <= MOST_S or (above and found == least):
         shown = f"{found:g}" if found is not None else repr(value)
-        msg = f"{name} {shown} must be {'above' if above else 'at least'} {least:g} and at most {MOST_S:.0f} (seconds)"
+        msg = (
+            f"{name} {shown} must be {'above' if above else 'at least'} {least:g} and at most "
+            f"{MOST_S:.0f} (seconds)"
+        )
         raise InvalidArgument(msg)
     return found
 
@@ -333,7 +368,9 @@ def access_of(etcd: str | Sequence[str] | None) -> EtcdAccess:
     except TypeError:
         urls = (given,)
     if not all(isinstance(url, str) for url in urls):
-        raise InvalidArgument(f"etcd is {hidden(repr(given))}; it is an address or several, as http://host:2379")
+        raise InvalidArgument(
+            f"etcd is {hidden(repr(given))}; it is an address or several, as http://host:2379"
+        )
     if not urls:
         raise InvalidArgument("no etcd is named; give etcd= or TRIREME_ETCD, as http://host:2379")
     names = ("user", "password_file", "ca", "cert", "key")

@@ -1,4 +1,5 @@
-"""How an operation of a communicator ended. Loads nothing, so that scripts can name SUCCEEDED and FAILED before anything begins."""
+"""How an operation of a communicator ended. Loads nothing, so that scripts can name SUCCEEDED and FAILED
+before anything begins."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why an operation failed. `JOINED`: new members need the group's state: call `broadcast` of it. `MISMATCH`: the members called different
-    things. `TIMEOUT`: not all members came within `timeout_s`. `CLOSED`: the communicator is closed, or cannot go on."""
+    """Why an operation failed. `JOINED`: new members need the group's state: call `broadcast` of it.
+    `MISMATCH`: the members called different things. `TIMEOUT`: not all members came within `timeout_s`.
+    `CLOSED`: the communicator is closed, or cannot go on."""
 
     NONE = ""
     JOINED = "joined"
@@ -19,8 +21,9 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Status:
-    """`status == trireme.SUCCEEDED` and `if status:` ask the same. `reason`: for people. `weight`: of all members together, of an
-    allreduce. `number`, `epoch`: of the operation that succeeded, and where: equal in all members that have the same result."""
+    """`status == trireme.SUCCEEDED` and `if status:` ask the same. `reason`: for people. `weight`: of all
+    members together, of an allreduce. `number`, `epoch`: of the operation that succeeded, and where: equal in
+    all members that have the same result."""
 
     succeeded: bool
     cause: Cause = Cause.NONE
@@ -39,7 +42,13 @@ class Status:
         return self.succeeded
 
     def __repr__(self) -> str:
-        return "SUCCEEDED" if self.succeeded else f"FAILED({self.cause}: {self.reason})" if self.cause else "FAILED"
+        return (
+            "SUCCEEDED"
+            if self.succeeded
+            else f"FAILED({self.cause}: {self.reason})"
+            if self.cause
+            else "FAILED"
+        )
 
     @property
     def joined(self) -> bool:

@@ -1,7 +1,8 @@
 """A job's settings as the user writes them: `config = trireme.Config(mode="sync", epochs=5)` in the script.
 
-Every field is a field of trireme_shared.protocol.records.JobSpec, where it is described. The command line, the environment and trireme.toml win over
-the script, in this order; fields that are not set get their default.
+Every field is a field of trireme_shared.protocol.records.JobSpec, where it is described. The command line,
+the environment and trireme.toml win over the script, in this order; fields that are not set get their
+default.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Raises ConfigError, which names the field, its value and what is allowed. Fields that are not set are None."""
+    """Raises ConfigError, which names the field, its value and what is allowed. Fields that are not set are
+    None."""
 
     job: str | None = None
     mode: str | None = None
@@ -94,7 +96,8 @@ class Config:
     grads_to_wait: InitVar[int | None] = None  # refused, with its counterpart
 
     def __post_init__(self, clip_norm: float | None, grads_to_wait: int | None) -> None:
-        from trireme.validation import field_problems  # noqa: PLC0415  loads pydantic, so only when a Config is made
+        # loads pydantic, so only when a Config is made
+        from trireme.validation import field_problems  # noqa: PLC0415
 
         refused = {"clip_norm": clip_norm, "grads_to_wait": grads_to_wait}
         given = self.to_dict() | {name: value for name, value in refused.items() if value is not None}
@@ -105,4 +108,6 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set."""
-        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        return {
+            field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None
+        }

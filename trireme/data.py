@@ -1,5 +1,5 @@
-"""The datasets a script's `dataset()` may return: `trireme.data.Parquet("train-*.parquet")`. They only describe
-a dataset: no file is opened, and neither torch nor pyarrow is loaded."""
+"""The datasets a script's `dataset()` may return: `trireme.data.Parquet("train-*.parquet")`. They only
+describe a dataset: no file is opened, and neither torch nor pyarrow is loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""`python -m trireme.docker`: beside a cluster of a compose project; starts containers with places while jobs need more of them.
+"""`python -m trireme.docker`: beside a cluster of a compose project; starts containers with places while jobs
+need more of them.
 
-    leader ── GET /v1/pool ──> how many members the jobs need ──> Docker Engine: containers as those of `trainer` and `pserver`
+    leader ── GET /v1/pool ──> how many members the jobs need ──> Docker Engine: containers as those of
+        `trainer` and `pserver`
 
 exit 0: asked to stop (its containers stay, and the next launcher finds them); 1: an error; 2: configuration
 """
@@ -33,8 +35,9 @@ log = telemetry.logger("docker_launcher")
 
 
 class Settings(MemberSettings):
-    """`url`: of a master, the leader or a standby. `docker`: address of the Engine. `project`: of compose ("": that of the container
-    in which this runs). `max_trainers`, `max_pservers`: containers that it may have, beside those of compose."""
+    """`url`: of a master, the leader or a standby. `docker`: address of the Engine. `project`: of compose
+    ("": that of the container in which this runs). `max_trainers`, `max_pservers`: containers that it may
+    have, beside those of compose."""
 
     job: str = ""
     url: str = Field(min_length=1)
@@ -47,11 +50,16 @@ class Settings(MemberSettings):
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m trireme.docker",
-        description="Starts containers with places for trainers and parameter servers while the jobs of a cluster need more than "
-        "there are, and stops them a minute after. They are copies of the containers of the services `trainer` and `pserver` of a "
-        "compose project. All settings come from the environment: TRIREME_URL (of a master), TRIREME_TOKEN or TRIREME_TOKEN_FILE "
-        "(a viewer's is enough), TRIREME_DOCKER (the Engine's address; default: unix:///var/run/docker.sock), TRIREME_MAX_TRAINERS, "
-        "TRIREME_MAX_PSERVERS (containers that it may have), TRIREME_PROJECT (of compose; default: its own container's), "
+        description="Starts containers with places for trainers and parameter servers while the jobs of a "
+        "cluster need more than "
+        "there are, and stops them a minute after. They are copies of the containers of the "
+        "services `trainer` and `pserver` of a "
+        "compose project. All settings come from the environment: TRIREME_URL (of a master), "
+        "TRIREME_TOKEN or TRIREME_TOKEN_FILE "
+        "(a viewer's is enough), TRIREME_DOCKER (the Engine's address; default: "
+        "unix:///var/run/docker.sock), TRIREME_MAX_TRAINERS, "
+        "TRIREME_MAX_PSERVERS (containers that it may have), TRIREME_PROJECT (of compose; default: "
+        "its own container's), "
         "TRIREME_ROOT, TRIREME_LOG_LEVEL. Whoever reaches the Engine is root on its machine: docs/cluster.md.",
     ).parse_args()
     settings = Settings.from_environment()
@@ -60,7 +68,8 @@ def main() -> int:
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> int:
-    """Until `stopping`: 0. Raises InvalidArgument: the project is not known; as Engine does while it cannot be used at all."""
+    """Until `stopping`: 0. Raises InvalidArgument: the project is not known; as Engine does while it cannot
+    be used at all."""
     async with Engine(settings.docker) as engine:
         project = settings.project or await project_of(engine, socket.gethostname())
         launcher = DockerLauncher(engine, project, settings.root, _tell)
@@ -86,7 +95,9 @@ async def project_of(engine: Engine, container: str) -> str:
     try:
         labels = (await engine.container(container))["Config"].get("Labels") or {}
     except NotFound as error:
-        raise InvalidArgument(f"{engine.address} knows no container {container}, where this runs", hint=hint) from error
+        raise InvalidArgument(
+            f"{engine.address} knows no container {container}, where this runs", hint=hint
+        ) from error
     if not labels.get(PROJECT):
         raise InvalidArgument(f"container {container}, where this runs, is of no compose project", hint=hint)
     return str(labels[PROJECT])

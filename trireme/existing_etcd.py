@@ -1,7 +1,10 @@
-"""`trireme run --etcd URL`: an etcd that is there already takes the place of the one that a run starts for itself.
+"""`trireme run --etcd URL`: an etcd that is there already takes the place of the one that a run starts for
+itself.
 
-settings ─► access ─► checked: it answers, the user may write there ─► the job's keys: of this run, of another one, of nobody
-A run never continues, replaces or deletes the keys of another run, unless --fresh says so and nobody runs that one.
+settings ─► access ─► checked: it answers, the user may write there
+    ─► the job's keys: of this run, of another one, of nobody
+A run never continues, replaces or deletes the keys of another run, unless --fresh says so and nobody runs
+that one.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ NEVER = 1 << 62  # no key has this revision
 _FILES = ("password_file", "ca", "cert", "key")
 
 
-def access_of(settings: Mapping[str, Setting], environment: Mapping[str, str] = os.environ) -> EtcdAccess | None:
+def access_of(
+    settings: Mapping[str, Setting], environment: Mapping[str, str] = os.environ
+) -> EtcdAccess | None:
     """None: the run starts an etcd of its own. Raises UsageError."""
     given = {name: settings[f"etcd_{name}"] for name in ("user", *_FILES) if f"etcd_{name}" in settings}
     if "etcd" not in settings:
@@ -46,7 +51,9 @@ def access_of(settings: Mapping[str, Setting], environment: Mapping[str, str] = 
     value, origin = settings["etcd"].value, settings["etcd"].origin
     urls = tuple(map(str, value)) if isinstance(value, list | tuple) else split(str(value))
     if not urls:
-        raise UsageError(f"{origin} names no address; write it as http://host:2379, with commas between several")
+        raise UsageError(
+            f"{origin} names no address; write it as http://host:2379, with commas between several"
+        )
     values = {name: str(setting.value) for name, setting in given.items()}
     for name in _FILES:
         if name in values:
@@ -55,7 +62,9 @@ def access_of(settings: Mapping[str, Setting], environment: Mapping[str, str] = 
                 raise UsageError(f"{given[name].origin} = {given[name].value}: there is no such file")
     password = environment.get(PASSWORD, "")
     if (password or "password_file" in values) and "user" not in values:
-        raise UsageError(f"a password for etcd is given ({PASSWORD} or a file), but no user: give --etcd-user NAME")
+        raise UsageError(
+            f"a password for etcd is given ({PASSWORD} or a file), but no user: give --etcd-user NAME"
+        )
     return EtcdAccess(urls, password=password, **values)
 
 
@@ -83,20 +92,26 @@ def _told(access: EtcdAccess, keys: Keys, error: TriremeError) -> TriremeError:
     who = f"user {access.user}" if access.user else "no user"
     if isinstance(error, Unauthenticated):
         message = f"etcd at {access} refused {who}: {error.message}"
-        return Unauthorized(message, hint=f"give --etcd-user, and the password in {PASSWORD} or --etcd-password-file")
+        return Unauthorized(
+            message, hint=f"give --etcd-user, and the password in {PASSWORD} or --etcd-password-file"
+        )
     if isinstance(error, CallerError):
         message = f"{who} may not read and write {keys.prefix} in etcd at {access}: {error.message}"
-        return Unauthorized(message, hint=f"grant the user a role with readwrite for the prefix /{keys.root}/")
+        return Unauthorized(
+            message, hint=f"grant the user a role with readwrite for the prefix /{keys.root}/"
+        )
     return PeerError(
         f"etcd at {access} cannot be used: {error.message}",
-        hint="is it running, and is the address right? https needs --etcd-ca for an authority of your own; without --etcd the run starts its own etcd",
+        hint="is it running, and is the address right? https needs --etcd-ca for an authority of your "
+        "own; without --etcd the run starts its own etcd",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a run wants with the keys of its job. `folder`: of the run. `previous`: the spec of the run that the folder holds. `resumes`:
-    it continues that one; else it starts from the beginning, in place of any other if `fresh`."""
+    """What a run wants with the keys of its job. `folder`: of the run. `previous`: the spec of the run that
+    the folder holds. `resumes`: it continues that one; else it starts from the beginning, in place of any
+    other if `fresh`."""
 
     folder: Path
     previous: JobSpec | None
@@ -131,8 +146,13 @@ def _check_owner(access: EtcdAccess, keys: Keys, known: JobSpec | None, wanted: 
     mine = known is not None and wanted.previous is not None and known.storage == wanted.previous.storage
     if wanted.resumes and not mine:
         there = f"holds another run of it, with storage {known.storage}" if known else "knows nothing of it"
-        msg = f"job {keys.job} in {wanted.folder} is unfinished, and etcd at {access} {there}: its task queue is elsewhere"
-        raise Conflict(msg, hint="give the etcd that the run began with, or --fresh to start from the beginning")
+        msg = (
+            f"job {keys.job} in {wanted.folder} is unfinished, and etcd at {access} {there}: its task "
+            "queue is elsewhere"
+        )
+        raise Conflict(
+            msg, hint="give the etcd that the run began with, or --fresh to start from the beginning"
+        )
     if some and not mine and not wanted.resumes and not wanted.fresh:
         where = f", with storage {known.storage}" if known else ""
         msg = f"etcd at {access} holds a job {keys.job} of another run{where}"

@@ -7,7 +7,8 @@
         trireme.backward(loss)
         optimizer.step()
 
-In a trainer the other side of the loop is there already. Under `python script.py` it is plain.py, in a thread beside the script.
+In a trainer the other side of the loop is there already. Under `python script.py` it is plain.py, in a thread
+beside the script.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
     """The model and optimizer to train with, and the minibatches of all epochs to loop over.
 
-    `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler, or a function that makes it of the optimizer; Trireme steps it, and what the script's
-    own calls of its `step()` do is nothing. `collate`, `ids`, `evaluate`, `metrics`: as in a script of functions (docs/script.md). `config`: the
-    job's settings, of which `settings` name single ones (epochs=5, global_batch_size=256); if it is left out, what the module calls
-    `config`. The command line, the environment and trireme.toml win over both.
-    Raises RuntimeError if it was called before, TypeError and ValueError for arguments that cannot be, ConfigError for values of
-    settings; under plain Python also InvalidArgument and DatasetError.
+    `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler, or a function
+    that makes it of the optimizer; Trireme steps it, and what the script's own calls of its `step()` do is
+    nothing. `collate`, `ids`, `evaluate`, `metrics`: as in a script of functions (docs/script.md). `config`:
+    the job's settings, of which `settings` name single ones (epochs=5, global_batch_size=256); if it is left
+    out, what the module calls `config`. The command line, the environment and trireme.toml win over both.
+    Raises RuntimeError if it was called before, TypeError and ValueError for arguments that cannot be,
+    ConfigError for values of settings; under plain Python also InvalidArgument and DatasetError.
     """
     if config is None:
         found = sys._getframe(1).f_globals.get("config")  # noqa: SLF001  the script's module
@@ -96,8 +98,8 @@ def prepare(
 def backward(loss: torch.Tensor | Mapping[str, Any]) -> None:
     """Instead of `loss.backward()`: once for each batch, before `optimizer.step()`.
 
-    `loss`: the minibatch's mean, a scalar tensor. Raises RuntimeError for a call that is not in its place in the loop, TypeError for another
-    value.
+    `loss`: the minibatch's mean, a scalar tensor. Raises RuntimeError for a call that is not in its place in
+    the loop, TypeError for another value.
     """
     loop = running()
     if loop is None:
@@ -106,13 +108,17 @@ def backward(loss: torch.Tensor | Mapping[str, Any]) -> None:
 
 
 def _check_runs_as_main() -> None:
-    """A master and trainers import a script that has a reader in it: that must not train. Raises RuntimeError."""
+    """A master and trainers import a script that has a reader in it: that must not train. Raises
+    RuntimeError."""
     frame = sys._getframe(2)  # noqa: SLF001
     while frame.f_code.co_name != "<module>" and frame.f_back is not None:
         frame = frame.f_back
     name = frame.f_globals.get("__name__")
     if frame.f_code.co_name == "<module>" and name != "__main__":
-        msg = f'{name} calls trireme.prepare when it is imported; put the loop under `if __name__ == "__main__":`'
+        msg = (
+            f"{name} calls trireme.prepare when it is imported; put the loop under `if __name__ == "
+            '"__main__":`'
+        )
         raise RuntimeError(msg)
 
 
@@ -128,7 +134,8 @@ def _hints_told() -> Iterator[None]:
 
 
 class _PlainLoop:
-    """Trains the script of the main module in this process, one lane; the script stays in the thread that it is in."""
+    """Trains the script of the main module in this process, one lane; the script stays in the thread that it
+    is in."""
 
     def __init__(self) -> None:
         path = Path(getattr(sys.modules["__main__"], "__file__", None) or "script.py").resolve()
@@ -158,4 +165,7 @@ class _PlainLoop:
 
     def _tell_if_left(self) -> None:
         if not self.loop.is_over and getattr(sys, "last_value", None) is None:
-            print("the script has left its loop before training was over; `trireme run` refuses that", file=sys.stderr)  # noqa: T201
+            print(
+                "the script has left its loop before training was over; `trireme run` refuses that",
+                file=sys.stderr,
+            )  # noqa: T201

@@ -1,7 +1,9 @@
-"""`python -m trireme.masterless`: one trainer of a masterless job (`dispatch: etcd`). It trains, keeps the task queue and may sweep.
+"""`python -m trireme.masterless`: one trainer of a masterless job (`dispatch: etcd`). It trains, keeps the
+task queue and may sweep.
 
-Settings are those of `python -m trainer_agent`, and TRIREME_SPEC: a JSON file for the trainer that opens the job.
-The services do not import each other; here a dispatcher in the same process takes the place of the trainer's master.
+Settings are those of `python -m trainer_agent`, and TRIREME_SPEC: a JSON file for the trainer that opens the
+job. The services do not import each other; here a dispatcher in the same process takes the place of the
+trainer's master.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from trireme_shared.protocol.records import Dispatch, JobSpec
 
 
 class Settings(trainer_settings.Settings):
-    """`spec`: path of the JobSpec as JSON. `sweep_ttl_s`: TTL of the sweeper's lease, so how long a dead sweeper is waited for."""
+    """`spec`: path of the JobSpec as JSON. `sweep_ttl_s`: TTL of the sweeper's lease, so how long a dead
+    sweeper is waited for."""
 
     spec: Path | None = None
     sweep_ttl_s: float = Field(default=3.0, ge=2.0)
@@ -35,8 +38,10 @@ class Settings(trainer_settings.Settings):
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m trireme.masterless",
-        description="One trainer of a masterless Trireme job. All settings come from the environment: TRIREME_JOB (required), "
-        "TRIREME_ETCD, TRIREME_SPEC (JSON file of the job), TRIREME_TOKEN, TRIREME_HOST, TRIREME_PORT, TRIREME_ADVERTISE, "
+        description="One trainer of a masterless Trireme job. All settings come from the environment: "
+        "TRIREME_JOB (required), "
+        "TRIREME_ETCD, TRIREME_SPEC (JSON file of the job), TRIREME_TOKEN, TRIREME_HOST, "
+        "TRIREME_PORT, TRIREME_ADVERTISE, "
         "TRIREME_NAME, TRIREME_SWEEP_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
     settings = Settings.from_environment()
@@ -45,7 +50,8 @@ def main() -> int:
 
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
-    from trainer_agent.process import TrainerContext, serve  # noqa: PLC0415  loads torch, so only after the settings were checked
+    # loads torch, so only after the settings were checked
+    from trainer_agent.process import TrainerContext, serve  # noqa: PLC0415
 
     spec = _read_spec(settings.spec) if settings.spec else None
 
@@ -73,7 +79,10 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
 def _read_spec(path: Path) -> JobSpec:
     spec = read_spec(path)
     if spec.dispatch is not Dispatch.ETCD:
-        msg = f"TRIREME_SPEC={path} has dispatch: {spec.dispatch}; start `python -m master_service` and `python -m trainer_agent`"
+        msg = (
+            f"TRIREME_SPEC={path} has dispatch: {spec.dispatch}; start `python -m master_service` and "
+            "`python -m trainer_agent`"
+        )
         raise InvalidArgument(msg)
     return spec
 

@@ -1,5 +1,5 @@
-"""Optimizers beside those of torch.optim. They are torch optimizers: any other script can use them, too. Parameter servers step Lion;
-LARS and LAMB are for strategy collective and for plain PyTorch."""
+"""Optimizers beside those of torch.optim. They are torch optimizers: any other script can use them, too.
+Parameter servers step Lion; LARS and LAMB are for strategy collective and for plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`python script.py` with a user's module that has the name of one of our services beside it: both are found.
 
-The script's `import master_service` gives the user's module, as in plain Python. Its `__path__` has our folder, too, so our own
-`from master_service.core import ...` goes on to find ours below that name.
+The script's `import master_service` gives the user's module, as in plain Python. Its `__path__` has our
+folder, too, so our own `from master_service.core import ...` goes on to find ours below that name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 
-_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  the import of trireme is quick
+# PTH120  the import of trireme is quick
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100,
 _SERVICES = ("master_service", "pserver_service", "trainer_agent")
 
 
@@ -50,7 +51,9 @@ def make_room() -> None:
 
 
 def _is_asked_by_us(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename.startswith(("<frozen importlib", importlib.__file__)):
+    while frame is not None and frame.f_code.co_filename.startswith(
+        ("<frozen importlib", importlib.__file__)
+    ):
         frame = frame.f_back
     name = str(frame.f_globals.get("__package__") or "") if frame is not None else ""
     return name.partition(".")[0] in (*_SERVICES, "trireme", "trireme_shared")

@@ -1,9 +1,11 @@
-"""Train a user's script in this process, without any service. The result is that of a one-lane cluster run, bit for bit.
+"""Train a user's script in this process, without any service. The result is that of a one-lane cluster run,
+bit for bit.
 
     if __name__ == "__main__":
         trireme.train(__name__)
 
-The user's own optimizer steps. Tasks, order of records, evaluations and random numbers are those of a job with one lane.
+The user's own optimizer steps. Tasks, order of records, evaluations and random numbers are those of a job
+with one lane.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ from trainer_agent.model import optimizer as optimizer_spec
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
-from trainer_agent.model.gradient_tree import GradientClipper, LeftOutError, NonFiniteError, check_gradients, check_loss
+from trainer_agent.model.gradient_tree import (
+    GradientClipper,
+    LeftOutError,
+    NonFiniteError,
+    check_gradients,
+    check_loss,
+)
 from trainer_agent.model.minibatch import BackwardGuard, checked_loss, means_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
@@ -78,11 +86,11 @@ REPORT_SECONDS = 2.0
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
-    """Train the script that was imported as `module`, with the settings of the command line. Progress goes to stderr, metrics to
-    stdout.
+    """Train the script that was imported as `module`, with the settings of the command line. Progress goes to
+    stderr, metrics to stdout.
 
-    `arguments`: instead of sys.argv. Raises SystemExit(1) after one message about an error in the script or its data,
-    SystemExit(2) for invalid settings.
+    `arguments`: instead of sys.argv. Raises SystemExit(1) after one message about an error in the script or
+    its data, SystemExit(2) for invalid settings.
     """
     options = _parser().parse_args(arguments)
     allow_open_files()
@@ -96,7 +104,9 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
             name: getattr(options, name)
             for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial", "init_optimizer")
         }
-        result = run(user, plain_spec(user, flags, options.set), report=lambda text: print(text, file=sys.stderr))  # noqa: T201
+        result = run(
+            user, plain_spec(user, flags, options.set), report=lambda text: print(text, file=sys.stderr)
+        )  # noqa: T201
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")  # noqa: T201
         if options.export:
@@ -146,13 +156,16 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
         named | merged | one_lane,
         script=str(user.path),
         dataset=user.dataset(seed=seed),
-        evaluation_dataset=user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None,
+        evaluation_dataset=user.dataset("evaluation_dataset", seed)
+        if user.has("evaluation_dataset")
+        else None,
         storage=str(user.path.parent),
     )
 
 
 def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainResult:
-    """Train and evaluate. Raises DatasetError, InvalidArgument, UserCodeError; InvalidArgument for more than one lane."""
+    """Train and evaluate. Raises DatasetError, InvalidArgument, UserCodeError; InvalidArgument for more than
+    one lane."""
     if spec.lanes != 1:
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
     overruled = use_threads(spec.threads_per_trainer)
@@ -242,7 +255,9 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 stepped = guard.run(loss)
                 unshared.check(user)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)
-            error = _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
+            error = (
+                _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
+            )
             if error is None:
                 if spec.clip_lane_norm is not None:
                     nn.utils.clip_grad_norm_(trained.values(), spec.clip_lane_norm)
@@ -255,7 +270,9 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
                 trained_records += len(minibatch)
                 user.guard(add, logged, metrics_beside(found), float(len(minibatch)))
-                sums |= {name: sums[name].plus(value) if name in sums else value for name, value in logged.items()}
+                sums |= {
+                    name: sums[name].plus(value) if name in sums else value for name, value in logged.items()
+                }
             elif spec.on_nonfinite == "skip" or not stepped:
                 report(f"step {result.steps} is left out: {error}")
                 for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -286,7 +303,9 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
 
 
 def _means(loss_sum: float, records: int, sums: Mapping[str, Logged]) -> dict[str, float]:
-    return {LOSS: loss_sum / max(records, 1)} | {name: value.total / value.weight for name, value in sums.items()}
+    return {LOSS: loss_sum / max(records, 1)} | {
+        name: value.total / value.weight for name, value in sums.items()
+    }
 
 
 def _nonfinite(
@@ -312,9 +331,14 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of trireme.Config"
     )
     parser.add_argument("--init-from", metavar="FILE", help="start with the parameters in this file")
-    for name, text in (("partial", "leave out what does not fit"), ("optimizer", "take its optimizer's state along")):
+    for name, text in (
+        ("partial", "leave out what does not fit"),
+        ("optimizer", "take its optimizer's state along"),
+    ):
         parser.add_argument(f"--init-{name}", action="store_true", default=None, help=text)
-    parser.add_argument("--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)")
+    parser.add_argument(
+        "--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)"
+    )
     return parser
 
 
@@ -325,7 +349,9 @@ class _ProgressLines:
         self._spec, self._records, self._report = spec, records, report
         self._epoch_started = self._last = clock.monotonic()
 
-    def update(self, epoch: int, step: int, records: int, means: Mapping[str, float], *, final: bool = False) -> None:
+    def update(
+        self, epoch: int, step: int, records: int, means: Mapping[str, float], *, final: bool = False
+    ) -> None:
         now = clock.monotonic()
         if not final and now - self._last < REPORT_SECONDS:
             return
@@ -342,9 +368,10 @@ class _ProgressLines:
 
 @dataclass(slots=True)
 class PlainResult:
-    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
-    the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`, `best_tables`: of the best one, that after training
-    included, as `keep_best` says. `curve`: the loss by step."""
+    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`:
+    means of the loss and of what the script logs, by epoch. `evaluations`: those while it trained; `best`,
+    `best_state`, `best_tables`: of the best one, that after training included, as `keep_best` says. `curve`:
+    the loss by step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -370,7 +397,8 @@ class Counted(NamedTuple):
 
 
 def count(spec: JobSpec, report: Callable[[str], object]) -> Counted:
-    """Count the dataset of a job with one lane; `report` gets what the user should know of it. Raises DatasetError."""
+    """Count the dataset of a job with one lane; `report` gets what the user should know of it. Raises
+    DatasetError."""
     table = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed)
     plan = plan_of(spec, Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size))
     for event in news_of(spec, table, plan):
@@ -382,8 +410,8 @@ def count(spec: JobSpec, report: Callable[[str], object]) -> Counted:
 def epoch_minibatches(
     spec: JobSpec, table: FileTable, epoch: int, reader: Blaming | None = None, *, by_columns: bool = False
 ) -> Iterator[Minibatch]:
-    """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset, to use it for
-    several epochs. `by_columns`: nobody asks for records one by one."""
+    """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset,
+    to use it for several epochs. `by_columns`: nobody asks for records one by one."""
     reader = reader or open_dataset(spec.dataset, spec.seed)
     order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
     for position in range(table.tasks):
@@ -422,11 +450,14 @@ def _sums(
 
 
 class Evaluations:
-    """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say, and after it. `stopped`: training ends here. `plateau_value`: see
-    BeforeStep.metric, for the next step. `per_epoch`: steps of an epoch. The evaluation dataset is counted here, so that all evaluations are of the
-    same records. Raises DatasetError."""
+    """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say, and after it. `stopped`:
+    training ends here. `plateau_value`: see BeforeStep.metric, for the next step. `per_epoch`: steps of an
+    epoch. The evaluation dataset is counted here, so that all evaluations are of the same records. Raises
+    DatasetError."""
 
-    def __init__(self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any) -> None:
+    def __init__(
+        self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any
+    ) -> None:
         self._user, self._spec, self._device, self._report = user, spec, device, report
         self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
         self._patience: Patience | None = None
@@ -475,13 +506,16 @@ class Evaluations:
         done = Evaluation(number=number, step=result.steps, timeline=0, checkpoint="", metrics=finite)
         best = better(result.best, done, self._spec.keep_best)
         if best is not None and best.step == result.steps:
-            result.best_state = {name: value.detach().clone() for name, value in result.model.state_dict().items()}
+            result.best_state = {
+                name: value.detach().clone() for name, value in result.model.state_dict().items()
+            }
             result.best_tables = result.tables.stored()
         result.evaluations.append(done)
         result.best = best
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
+        """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they
+        are."""
         assert self._held_out is not None
         user, spec, (reader, table) = self._user, self._spec, self._held_out
         size = spec.minibatch_size

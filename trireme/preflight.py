@@ -1,8 +1,8 @@
 """Inspect the user's script in a child process, and try it, before anything is started.
 
-The launcher itself never imports the script (nor torch). `python -m trainer_agent inspect SCRIPT` prints one JSON
-object: {"config": {...}, "dataset": {...}, "evaluation_dataset": {...} | null, "model": {...}} or {"error": {...}};
-with `backend` nccl also "nccl".
+The launcher itself never imports the script (nor torch). `python -m trainer_agent inspect SCRIPT` prints one
+JSON object: {"config": {...}, "dataset": {...}, "evaluation_dataset": {...} | null, "model": {...}} or
+{"error": {...}}; with `backend` nccl also "nccl".
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def check_path(script: Path) -> None:
     """Raises UsageError if there is no such file."""
     if not script.is_file():
         what = "is a directory" if script.is_dir() else "does not exist"
-        msg = f"{script} {what}; give the path of a Python file that defines model, dataset, loss and optimizer, or calls trireme.prepare"
+        msg = (
+            f"{script} {what}; give the path of a Python file that defines model, dataset, loss and "
+            "optimizer, or calls trireme.prepare"
+        )
         raise UsageError(msg)
 
 
@@ -70,8 +73,8 @@ async def inspect(
 ) -> Inspection:
     """Raises UsageError if the file is not a training script, ScriptError if its code raises.
 
-    `check`: also build the model and run one minibatch forward and backward. `settings` override the script's config.
-    `origins`: where each was given, for messages.
+    `check`: also build the model and run one minibatch forward and backward. `settings` override the script's
+    config. `origins`: where each was given, for messages.
     """
     argv = [*PYTHON_MODULE, "trainer_agent", "inspect", str(script)]
     if not check:
@@ -88,7 +91,10 @@ async def inspect(
             async with asyncio.timeout(TIMEOUT_S):
                 code = await child.wait()
         except TimeoutError as error:
-            msg = f"{script} took more than {TIMEOUT_S:g} s to import, build its model and run one minibatch; --no-check skips this check"
+            msg = (
+                f"{script} took more than {TIMEOUT_S:g} s to import, build its model and run one "
+                "minibatch; --no-check skips this check"
+            )
             raise UsageError(msg) from error
         finally:
             if child.returncode is None:
@@ -113,7 +119,9 @@ def _read_answer(script: Path, code: int, out: str, err: str, origins: Mapping[s
         died = f"signal {-code}" if code < 0 else f"exit code {code}"
         tail = "\n".join(err.strip().splitlines()[-15:])
         raise ScriptError(
-            UserFailure(error_type="", message=f"{script} ended the process that imports it ({died})", traceback=tail)
+            UserFailure(
+                error_type="", message=f"{script} ended the process that imports it ({died})", traceback=tail
+            )
         )
     error = answer.get("error")
     if isinstance(error, dict):

@@ -19,8 +19,8 @@ from trireme_shared.protocol.records.cluster import Source
 
 
 def read_source(script: Path, modules: Iterable[str] = ()) -> Source:
-    """What is imported by name from the script's folder; imports that are computed are not seen. `modules`: taken, too, if they lie
-    there. Raises InvalidArgument."""
+    """What is imported by name from the script's folder; imports that are computed are not seen. `modules`:
+    taken, too, if they lie there. Raises InvalidArgument."""
     folder, found = script.resolve().parent, dict[Path, str]()
     ours = _ours_in(folder)
     todo = [script.resolve(), *(path for name in modules for path in _beside(folder, name.partition(".")[0]))]
@@ -28,7 +28,9 @@ def read_source(script: Path, modules: Iterable[str] = ()) -> Source:
         path = todo.pop()
         if path not in found:
             found[path] = _text(path)
-            todo += [other for name in set(_imported(path, found[path])) - ours for other in _beside(folder, name)]
+            todo += [
+                other for name in set(_imported(path, found[path])) - ours for other in _beside(folder, name)
+            ]
     text = found.pop(script.resolve())
     modules = {path.relative_to(folder).as_posix(): found[path] for path in sorted(found)}
     try:
@@ -37,12 +39,15 @@ def read_source(script: Path, modules: Iterable[str] = ()) -> Source:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         msg = f"{script} cannot be sent with a job: {f'{where}: ' if where else ''}{first['msg']}"
-        raise InvalidArgument(msg, hint="give a path or URL that all members can read as the script") from error
+        raise InvalidArgument(
+            msg, hint="give a path or URL that all members can read as the script"
+        ) from error
 
 
 def digests_of(script: Path, modules: Iterable[str] = ()) -> dict[str, str]:
-    """SHA-256 of the same files, by their path below the script's folder; of the first MAX_FILES. What cannot be read or parsed is
-    left out: its import fails anyway, or needs more than a file. Raises OSError for the script."""
+    """SHA-256 of the same files, by their path below the script's folder; of the first MAX_FILES. What cannot
+    be read or parsed is left out: its import fails anyway, or needs more than a file. Raises OSError for the
+    script."""
     script = script.resolve()
     folder, found = script.parent, {script.name: digest_of(script)}
     ours = _ours_in(folder)
@@ -62,14 +67,15 @@ def digests_of(script: Path, modules: Iterable[str] = ()) -> dict[str, str]:
 
 
 def _ours_in(folder: Path) -> set[str]:
-    """The names that are our packages' for a script of this folder, since every member has those. Where no folder trireme/ lies beside the
-    script, the folder is no checkout of Trireme, and a module `master_service` in it is the user's."""
+    """The names that are our packages' for a script of this folder, since every member has those. Where no
+    folder trireme/ lies beside the script, the folder is no checkout of Trireme, and a module
+    `master_service` in it is the user's."""
     return set(OURS) if (folder / "trireme").is_dir() else {"trireme"}
 
 
 def _modules_beside(folder: Path, name: str) -> list[Path]:
-    """As `_beside`, but only of a package with an __init__.py, and not all of a large one: a folder of data may have the name of an
-    installed package."""
+    """As `_beside`, but only of a package with an __init__.py, and not all of a large one: a folder of data
+    may have the name of an installed package."""
     if (folder / name / "__init__.py").is_file():
         return [path.resolve() for path in islice((folder / name).rglob("*.py"), MAX_FILES)]
     module = folder / f"{name}.py"
@@ -84,7 +90,8 @@ def _text(path: Path) -> str:
 
 
 def _imported(path: Path, text: str) -> Iterator[str]:
-    """The first parts of the names that a module imports. A relative import is of its own package, which is taken as a whole."""
+    """The first parts of the names that a module imports. A relative import is of its own package, which is
+    taken as a whole."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

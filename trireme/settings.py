@@ -24,7 +24,16 @@ from trireme_shared.protocol.records.job_choices import RENAMED
 
 SETTINGS = tuple(field.name for field in fields(Config))
 ETCD_SETTINGS = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
-LAUNCHER_SETTINGS = ("data_dir", "host", "advertise", "port", "standbys", "spare_pservers", "storage", *ETCD_SETTINGS)
+LAUNCHER_SETTINGS = (
+    "data_dir",
+    "host",
+    "advertise",
+    "port",
+    "standbys",
+    "spare_pservers",
+    "storage",
+    *ETCD_SETTINGS,
+)
 TOML = "trireme.toml"
 FLAGS = "--{}"  # how settings are spelled on the command line
 
@@ -37,7 +46,8 @@ class UsageError(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One place that settings come from. `spelled`: a field's name there, for example `--lanes` or `TRIREME_LANES`."""
+    """One place that settings come from. `spelled`: a field's name there, for example `--lanes` or
+    `TRIREME_LANES`."""
 
     values: Mapping[str, Any]
     spelling: str = "{}"
@@ -59,7 +69,8 @@ def from_flags(values: Mapping[str, Any], spelling: str = FLAGS) -> Source:
 
 
 def from_set(assignments: Sequence[str]) -> Source:
-    """`["records_per_task=64"]`, the --set flags. A setting's own flag is stronger; many settings have none. Raises UsageError."""
+    """`["records_per_task=64"]`, the --set flags. A setting's own flag is stronger; many settings have none.
+    Raises UsageError."""
     return Source(from_assignments(assignments), "--set {}")
 
 
@@ -71,8 +82,12 @@ def from_call(values: Mapping[str, Any], function: str) -> Source:
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Source:
     names = {f"TRIREME_{name.upper()}": name for name in (*SETTINGS, *LAUNCHER_SETTINGS)}
-    _refuse_renamed((name for name in RENAMED if environment.get(f"TRIREME_{name.upper()}")), "the environment")
-    return Source({names[key]: value for key, value in environment.items() if key in names and value}, "TRIREME_{}")
+    _refuse_renamed(
+        (name for name in RENAMED if environment.get(f"TRIREME_{name.upper()}")), "the environment"
+    )
+    return Source(
+        {names[key]: value for key, value in environment.items() if key in names and value}, "TRIREME_{}"
+    )
 
 
 def from_toml(path: Path) -> Source:
@@ -96,8 +111,11 @@ def from_script(values: Mapping[str, Any]) -> Source:
 def outside_script(
     flags: Mapping[str, Any], assignments: Sequence[str] = (), spelling: str = FLAGS
 ) -> dict[str, Setting]:
-    """The settings of the command line, the environment and trireme.toml in the working directory. Raises UsageError."""
-    return merge([from_flags(flags, spelling), from_set(assignments), from_environment(), from_toml(Path(TOML))])
+    """The settings of the command line, the environment and trireme.toml in the working directory. Raises
+    UsageError."""
+    return merge(
+        [from_flags(flags, spelling), from_set(assignments), from_environment(), from_toml(Path(TOML))]
+    )
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +166,8 @@ def origins_of(settings: Mapping[str, Setting]) -> dict[str, str]:
 
 
 def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
-    """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises UsageError."""
+    """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises
+    UsageError."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
     if isinstance(values.get("init_from"), str):  # members have other working directories
         values["init_from"] = files.absolute(values["init_from"])

@@ -15,7 +15,13 @@ from trireme_shared.protocol.records.job_spec import OF_NATIVE
 
 AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}
-_PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": _DATASET, "evaluation_dataset": _DATASET}
+_PLACEHOLDERS = {
+    "job": "job",
+    "script": "-",
+    "storage": "-",
+    "dataset": _DATASET,
+    "evaluation_dataset": _DATASET,
+}
 _COLLECTIVE = ("min_members", "exchange", *OF_NATIVE)
 _SYNCHRONOUS = (
     "mode",
@@ -33,17 +39,20 @@ _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 
 
 def allowed_name(name: str) -> str:
-    """The nearest name that a job can have: `My_Model` -> `my-model`. `name` itself if nothing of it can stay."""
+    """The nearest name that a job can have: `My_Model` -> `my-model`. `name` itself if nothing of it can
+    stay."""
     return _NOT_IN_NAMES.sub("-", name.lower()).strip("-")[:63].rstrip("-") or name
 
 
 def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of settings without those that are found out later: `pservers = "auto"` (trireme.launch.cluster)."""
+    """The values of settings without those that are found out later: `pservers = "auto"`
+    (trireme.launch.cluster)."""
     return {name: value for name, value in values.items() if (name, value) != ("pservers", AUTO)}
 
 
 def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """What is wrong with single fields, whatever values the others get (the command line may still change them)."""
+    """What is wrong with single fields, whatever values the others get (the command line may still change
+    them)."""
     problems: list[str] = []
     values = without_auto(values)
     if "job" in values:
@@ -60,7 +69,8 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
         others.setdefault("init_from", "values.pt")  # so may the file
     if values.get("strategy") == Strategy.COLLECTIVE and "pservers" in others:
         alone["pservers"] = others.pop("pservers")
-    for candidate in (alone, {**others, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet
+    # async: the sizes need not fit lanes that are not known yet
+    for candidate in (alone, {**others, "mode": "async"}):
         try:
             JobSpec.model_validate({**_PLACEHOLDERS, **candidate})
         except ValidationError as error:

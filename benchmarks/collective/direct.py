@@ -1,6 +1,8 @@
-"""One member of a direct exchange, as a trainer has it, without a model: its server, its streams to the others, its store of mean gradients.
+"""One member of a direct exchange, as a trainer has it, without a model: its server, its streams to the
+others, its store of mean gradients.
 
-gradient in the member's memory ─► pushed to the blocks' owners ─► mean gradients of all blocks pulled ─► the store has the next version
+gradient in the member's memory ─► pushed to the blocks' owners ─► mean gradients of all blocks pulled
+    ─► the store has the next version
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class DirectMember:
     def begin(self, mib: int, block_kib: int, ports: Sequence[int], sockets: Sequence[str]) -> None:
         self._await(self._begin(mib << 18, block_kib << 10, ports, sockets))
 
-    async def _begin(self, elements: int, block_bytes: int, ports: Sequence[int], sockets: Sequence[str]) -> None:
+    async def _begin(
+        self, elements: int, block_bytes: int, ports: Sequence[int], sockets: Sequence[str]
+    ) -> None:
         from trainer_agent.collective.exchange import CollectiveGroup
         from trainer_agent.collective.gathering import MeanGradients
         from trainer_agent.collective.groups import GroupView
@@ -229,7 +233,9 @@ class _Addresses:
     """In place of etcd: the members' keys, which is all that is read of it."""
 
     def __init__(self, keys: Any, members: Sequence[Any]) -> None:
-        self._kvs = [SimpleNamespace(key=f"{keys.trainers}{each.trainer}", value=each.to_bytes()) for each in members]
+        self._kvs = [
+            SimpleNamespace(key=f"{keys.trainers}{each.trainer}", value=each.to_bytes()) for each in members
+        ]
 
     async def range(self, *_: object, **__: object) -> Any:
         return SimpleNamespace(kvs=self._kvs)

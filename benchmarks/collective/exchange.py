@@ -1,6 +1,8 @@
-"""Steady state: one exchange of float32 gradients after the other, ours and Gloo's, rounds of all rows interleaved.
+"""Steady state: one exchange of float32 gradients after the other, ours and Gloo's, rounds of all rows
+interleaved.
 
-All members of a row are told a moment at which they begin; a round ends when the last of them has the whole result. Gloo gives sums, ours means.
+All members of a row are told a moment at which they begin; a round ends when the last of them has the whole
+result. Gloo gives sums, ours means.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ SOON_S = 0.01  # until a round begins: every member has heard of it by then
 
 @dataclass
 class Row:
-    """`took` in seconds, round by round; `cpu`: seconds of processor, of all members together. `wrong`: elements of the last result."""
+    """`took` in seconds, round by round; `cpu`: seconds of processor, of all members together. `wrong`:
+    elements of the last result."""
 
     name: str
     members: list[Remote]
@@ -91,7 +94,9 @@ def _all(members: Sequence[Remote], name: str, *arguments: object) -> list:
 
 
 def _direct(kind: str, count: int, mib: int, block_kib: int, folder: Path, stack: ExitStack) -> list[Remote]:
-    sockets = ["" if kind == "tcp" else str(folder / f"{kind}-{count}-{place}.sock") for place in range(count)]
+    sockets = [
+        "" if kind == "tcp" else str(folder / f"{kind}-{count}-{place}.sock") for place in range(count)
+    ]
     members = [Remote(DirectMember, kind, place, count, sockets[place]) for place in range(count)]
     for member in members:
         stack.callback(member.close)
@@ -117,7 +122,10 @@ def _floor(count: int, mib: int, stack: ExitStack) -> list[Remote]:
     return members
 
 
-HEAD = "| members | what | ms | CPU ms, all members | x Gloo, in flight together | x Gloo, one operation | right |\n|---|---|---|---|---|---|---|"
+HEAD = (
+    "| members | what | ms | CPU ms, all members | x Gloo, in flight together | x Gloo, one operation "
+    "| right |\n|---|---|---|---|---|---|---|"
+)
 
 
 def table(members: int, rows: Sequence[Row]) -> str:

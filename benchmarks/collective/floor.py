@@ -1,6 +1,8 @@
-"""The floor under exchanges over TCP: one member of a mesh of plain sockets that carry as many bytes as a direct exchange, with nothing computed.
+"""The floor under exchanges over TCP: one member of a mesh of plain sockets that carry as many bytes as a
+direct exchange, with nothing computed.
 
-to each other member   its share of the gradient, then as much again (the own share's mean); one blocking thread for each direction
+to each other member   its share of the gradient, then as much again (the own share's mean); one blocking
+                       thread for each direction
 """
 
 from __future__ import annotations

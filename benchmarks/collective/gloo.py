@@ -1,4 +1,5 @@
-"""One member of a Gloo group: all_reduce of the same gradients, and the canonical reduction that the communicator has over it."""
+"""One member of a Gloo group: all_reduce of the same gradients, and the canonical reduction that the
+communicator has over it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ NATIVE = ("native", "native-fast")
 
 
 class GlooMember:
-    """`ways`: bucketed (all in flight together), whole (one operation), canonical (all to all, tree, all gather; bits independent of Gloo's algorithm);
-    native, native-fast: as trainers of a job with native exchange do it, in buckets of the default size."""
+    """`ways`: bucketed (all in flight together), whole (one operation), canonical (all to all, tree, all
+    gather; bits independent of Gloo's algorithm); native, native-fast: as trainers of a job with native
+    exchange do it, in buckets of the default size."""
 
     def __init__(self, place: int, members: int, store: str) -> None:
         import torch
@@ -67,7 +69,8 @@ class GlooMember:
         group.gather_all(share.contiguous(), flat, TIMEOUT_S)
 
     def check(self, way: str) -> int:
-        """How many elements of the last result are wrong: of the canonical one in a bit, of Gloo's sums by more than rounding."""
+        """How many elements of the last result are wrong: of the canonical one in a bit, of Gloo's sums by
+        more than rounding."""
         if way in ("canonical", "native"):
             return differing(self._flat, self._members)
         expected = mean(self._flat.numel(), self._members)
@@ -89,14 +92,18 @@ class _Native:
         optimizer = OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},))
         layout = Layout(segments=(segment,), block_bytes=1 << 20, digest="d", optimizer=optimizer)
         self._lanes, self._scratch = (place, place + 1), Scratch()
-        self._buckets = buckets_of(layout, layout.payloads("float32"), JobSpec.model_fields["bucket_bytes"].default)
+        self._buckets = buckets_of(
+            layout, layout.payloads("float32"), JobSpec.model_fields["bucket_bytes"].default
+        )
         first, memory = 0, bytes_of(source)
         self._given, self._outs = {}, {}
         for block in layout.blocks():
             self._given[block.number] = memory[4 * first : 4 * (first + block.elements)]
             self._outs[block.number] = flat[first : first + block.elements]
             first += block.elements
-        header = PushHeader(job="benchmark", generation=1, mode=Mode.SYNC, trainer="benchmark", step=0, timeline=0)
+        header = PushHeader(
+            job="benchmark", generation=1, mode=Mode.SYNC, trainer="benchmark", step=0, timeline=0
+        )
         self._nodes = [ChosenNode((rank, rank + 1), 1, rank, header, None) for rank in range(members)]
 
     def round(self, group: Any, way: str) -> None:

@@ -1,4 +1,5 @@
-"""Whole jobs: steps/s of the collective strategy beside DistributedDataParallel over Gloo with the same model, global batch and threads."""
+"""Whole jobs: steps/s of the collective strategy beside DistributedDataParallel over Gloo with the same
+model, global batch and threads."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ TITLES = {
     "native-fast": "collective, native exchange, fast",
 }
 NATIVE = {"native": {"exchange": "native"}, "native-fast": {"exchange": "native", "reduction": "fast"}}
-HEAD = "| model | members | what | steps/s | x DDP | CPU ms of a step: members + rest | others' cores |\n|---|---|---|---|---|---|---|"
+HEAD = (
+    "| model | members | what | steps/s | x DDP | CPU ms of a step: members + rest | others' cores "
+    "|\n|---|---|---|---|---|---|---|"
+)
 
 
 def row_of(name: str, model: str, members: int, folder: Path) -> Row:
@@ -29,7 +33,9 @@ def row_of(name: str, model: str, members: int, folder: Path) -> Row:
     return OurRow(script, batch, "collective", 0, folder, trainers=members, more=NATIVE.get(name, {}))
 
 
-async def measure(model: str, members: int, rounds: int, seconds: float, folder: Path) -> dict[str, list[Window]]:
+async def measure(
+    model: str, members: int, rounds: int, seconds: float, folder: Path
+) -> dict[str, list[Window]]:
     """All rows are started once and stopped; a round lets one after the other go on."""
     user_module.load(SCRIPTS[model]).dataset()  # writes the data, once
 

@@ -1,11 +1,14 @@
-"""What a trainer that joins costs those that train: a job of `members` trainers is resized to one more and back, again and again.
+"""What a trainer that joins costs those that train: a job of `members` trainers is resized to one more and
+back, again and again.
 
-    alone ──────── the process starts ─► its key ─ it gets parameters and momentum ─► it has them ─► it is counted in ──────── resized back
+    alone ──────── the process starts ─► its key ─ it gets parameters and momentum ─► it has them
+        ─► it is counted in ──────── resized back
     steps/s before                       steps/s meanwhile, against those before                     the longest step, against those before
 
-`apart`: everything that was there before has one processor, and the joiner, only it, has the other, as if it were a machine of its own.
-Steps are told by the script (scripts/large_state.py), where their minibatches begin: those of the trainers that were there before. The joiner's keys are watched, not asked for again and again, which would take
-processor time of what is measured, and only meanwhile.
+`apart`: everything that was there before has one processor, and the joiner, only it, has the other, as if it
+were a machine of its own. Steps are told by the script (scripts/large_state.py), where their minibatches
+begin: those of the trainers that were there before. The joiner's keys are watched, not asked for again and
+again, which would take processor time of what is measured, and only meanwhile.
 """
 
 from __future__ import annotations
@@ -37,16 +40,19 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "large_state.py"
 LOOK_S, LIMIT_S = 0.02, 300.0
 BEFORE_S, AFTER_S = 6.0, 2.0
 HEAD = (
-    "| members before | MiB | joins | processors | seconds: asked for, process starts | imports, script | copying | following | is counted in | step ms before | slower meanwhile, % "
-    "| longest step at the switch, in steps lost | cores before, meanwhile | members' CPU ms of a step before, meanwhile |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| members before | MiB | joins | processors | seconds: asked for, process starts | imports, "
+    "script | copying | following | is counted in | step ms before | slower meanwhile, % "
+    "| longest step at the switch, in steps lost | cores before, meanwhile | members' CPU ms of a "
+    "step before, meanwhile |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 @dataclass(frozen=True)
 class Join:
-    """Seconds. `asked`: until its process started; `starting`: until its key was there; `copying`: until it had every block, `following`: until all were at one
-    version. `cpu_ms`: of all members before, for each of their steps, before and meanwhile. `before`, `meanwhile`: of each step; `longest`: of the steps from the moment at which the joiner has everything. `cores`: of the machine,
-    before and meanwhile."""
+    """Seconds. `asked`: until its process started; `starting`: until its key was there; `copying`: until it
+    had every block, `following`: until all were at one version. `cpu_ms`: of all members before, for each of
+    their steps, before and meanwhile. `before`, `meanwhile`: of each step; `longest`: of the steps from the
+    moment at which the joiner has everything. `cores`: of the machine, before and meanwhile."""
 
     asked: float
     starting: float
@@ -94,7 +100,8 @@ async def _measure(members: int, mib: int, joins: int, folder: Path, processor: 
         for number in range(joins):
             found.append(await _join(cluster, members, folder / "begun", processor))
             progress(
-                f"{members} members, join {number + 1}/{joins}: {found[-1].slower:+.1%}, {found[-1].lost:.2f} steps"
+                f"{members} members, join {number + 1}/{joins}: {found[-1].slower:+.1%}, "
+                f"{found[-1].lost:.2f} steps"
             )
             await _resize(cluster, members)
             await _counted_in(cluster, members)
@@ -127,7 +134,9 @@ async def _join(cluster: LocalCluster, members: int, folder: Path, processor: in
     counted = clock.monotonic()
     await asked
     await asyncio.sleep(AFTER_S)
-    while not (after := _between(steps := [_steps(folder / str(each)) for each in pids], whole, clock.monotonic())):
+    while not (
+        after := _between(steps := [_steps(folder / str(each)) for each in pids], whole, clock.monotonic())
+    ):
         await asyncio.sleep(LOOK_S)
     copying = _copying_s(cluster.children[name.rpartition("-")[0]].log)
     before, meanwhile = _between(steps, quiet, began), _between(steps, registered, whole)
@@ -146,7 +155,9 @@ async def _join(cluster: LocalCluster, members: int, folder: Path, processor: in
 
 
 def _running(cluster: LocalCluster) -> list[int]:
-    return [child.pid for name, child in cluster.children.items() if name.startswith("trainer") and child.alive]
+    return [
+        child.pid for name, child in cluster.children.items() if name.startswith("trainer") and child.alive
+    ]
 
 
 def _copying_s(log: Path) -> float:

@@ -1,7 +1,9 @@
-"""What many generations leave behind in those that live through them: one trainer of a small job is killed again and again.
+"""What many generations leave behind in those that live through them: one trainer of a small job is killed
+again and again.
 
-Each death is a generation, and each return is another one. Descriptors, threads and memory are those of the surviving trainer and of the master, keys
-those of etcd. Its event log grows to a limit (the newest events), so it is told apart.
+Each death is a generation, and each return is another one. Descriptors, threads and memory are those of the
+surviving trainer and of the master, keys those of etcd. Its event log grows to a limit (the newest events),
+so it is told apart.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from trireme.launch.cluster import LocalCluster
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "charlm" / "charlm.py"
 WARM_UP, LIMIT_S = 20, 120.0
-HEAD = "| after rebuilds | descriptors: trainer, master | threads | MiB | etcd keys + chunks of the event log |\n|---|---|---|---|---|"
+HEAD = (
+    "| after rebuilds | descriptors: trainer, master | threads | MiB | etcd keys + chunks of the event "
+    "log |\n|---|---|---|---|---|"
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,9 @@ async def _seen(cluster: LocalCluster, rebuilds: int) -> Seen:
     status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
     threads = [int(_line(text, "Threads")) for text in status]
     mib = [int(_line(text, "VmRSS").split()[0]) / 1024 for text in status]
-    return Seen(rebuilds, (files[0], files[1]), (threads[0], threads[1]), (mib[0], mib[1]), len(keys) - events, events)
+    return Seen(
+        rebuilds, (files[0], files[1]), (threads[0], threads[1]), (mib[0], mib[1]), len(keys) - events, events
+    )
 
 
 def _line(text: str, name: str) -> str:
@@ -84,7 +91,8 @@ def _line(text: str, name: str) -> str:
 
 def table(found: list[Seen]) -> str:
     return "\n".join(
-        f"| {each.rebuilds} | {each.descriptors[0]}, {each.descriptors[1]} | {each.threads[0]}, {each.threads[1]} | "
+        f"| {each.rebuilds} | {each.descriptors[0]}, {each.descriptors[1]} | {each.threads[0]}, "
+        f"{each.threads[1]} | "
         f"{each.mib[0]:.0f}, {each.mib[1]:.0f} | {each.keys} + {each.events} |"
         for each in found
     )

@@ -1,5 +1,5 @@
-"""Other systems that push, step and pull: Ray and MXNet, each in a virtual environment of its own (they want other versions
-of Python and numpy than we do).
+"""Other systems that push, step and pull: Ray and MXNet, each in a virtual environment of its own (they want
+other versions of Python and numpy than we do).
 
     python -m venv FOLDER/ray       FOLDER/ray/bin/pip install ray numpy
     python3.8 -m venv FOLDER/mxnet  FOLDER/mxnet/bin/pip install mxnet==1.9.1 'numpy<1.24'

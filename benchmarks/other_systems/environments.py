@@ -1,8 +1,11 @@
-"""Virtual environments of other systems, each its own: they want other versions of numpy and protobuf than we do.
+"""Virtual environments of other systems, each its own: they want other versions of numpy and protobuf than we
+do.
 
-    FOLDER/paddle, FOLDER/tfra      FOLDER: what TRIREME_PEERS names, else trireme/peers in the user's cache folder
+    FOLDER/paddle, FOLDER/tfra      FOLDER: what TRIREME_PEERS names, else trireme/peers in the user's cache
+                                    folder
 
-`python -m benchmarks.other_systems paddle tfra` makes them (0.6 and 1.8 GB); what is not there is left out of tables, with that command.
+`python -m benchmarks.other_systems paddle tfra` makes them (0.6 and 1.8 GB); what is not there is left out of
+tables, with that command.
 """
 
 from __future__ import annotations
@@ -46,7 +49,14 @@ def install(name: str) -> None:
     shutil.rmtree(home, ignore_errors=True)
     try:
         venv.create(home, with_pip=True)
-        pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
+        pip = [
+            str(home / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--no-compile",
+            "--disable-pip-version-check",
+        ]
         subprocess.run([*pip, "--quiet", *PACKAGES[name]], check=True)
     except BaseException:
         shutil.rmtree(home, ignore_errors=True)

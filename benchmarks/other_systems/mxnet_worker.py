@@ -1,5 +1,6 @@
-"""MXNet's parameter server (ps-lite): keys of 1 MiB, the server runs SGD. Started by benchmarks/other_systems three times, with
-DMLC_ROLE scheduler, server and worker, in a virtual environment that has mxnet and numpy only."""
+"""MXNet's parameter server (ps-lite): keys of 1 MiB, the server runs SGD. Started by benchmarks/other_systems
+three times, with DMLC_ROLE scheduler, server and worker, in a virtual environment that has mxnet and numpy
+only."""
 
 import json
 import os
@@ -8,7 +9,8 @@ import time
 
 import numpy as np
 
-for missing in ("bool", "int", "float", "object"):  # mxnet 1.9.1 asks numpy for names that newer ones have dropped
+# mxnet 1.9.1 asks numpy for names that newer ones have dropped
+for missing in ("bool", "int", "float", "object"):
     if missing not in vars(np):
         setattr(np, missing, getattr(__builtins__, missing))
 import mxnet as mx  # noqa: E402  schedulers and servers do their work in this import
@@ -27,7 +29,10 @@ def main():
             whole = np.resize(np.array(given["period"], np.float32), given["elements"])
             parts = [whole[at : at + KEY_ELEMENTS] for at in range(0, len(whole), KEY_ELEMENTS)]
             keys, used, rounds = list(range(used, used + len(parts))), used + len(parts), 0
-            gradients, values = [mx.nd.array(part) for part in parts], [mx.nd.zeros(part.shape) for part in parts]
+            gradients, values = (
+                [mx.nd.array(part) for part in parts],
+                [mx.nd.zeros(part.shape) for part in parts],
+            )
             store.init(keys, values)
             mx.nd.waitall()
         elif name == "round":

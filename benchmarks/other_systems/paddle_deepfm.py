@@ -1,6 +1,7 @@
-"""DeepFM of examples/deepfm/clicks.py with Paddle's parameter server, asynchronous. Started by benchmarks/tables/deepfm.py as a server and trainers, in a
-virtual environment with paddlepaddle. A trainer has its samples in memory and trains until it is killed; after each step it writes the time and the
-loss into the file STEPS."""
+"""DeepFM of examples/deepfm/clicks.py with Paddle's parameter server, asynchronous. Started by
+benchmarks/tables/deepfm.py as a server and trainers, in a virtual environment with paddlepaddle. A trainer
+has its samples in memory and trains until it is killed; after each step it writes the time and the loss into
+the file STEPS."""
 
 import itertools
 import os
@@ -21,7 +22,8 @@ def network():
     dense = paddle.static.data("dense", [-1, DENSE], "float32")
     clicked = paddle.static.data("clicked", [-1, 1], "float32")
     uniform = paddle.ParamAttr(name="rows", initializer=paddle.nn.initializer.Uniform(-0.01, 0.01))
-    rows = paddle.static.nn.sparse_embedding(ids, [1 << 20, 1 + DIM], param_attr=uniform)  # any number of rows
+    # any number of rows
+    rows = paddle.static.nn.sparse_embedding(ids, [1 << 20, 1 + DIM], param_attr=uniform)
     rows = paddle.reshape(rows, [-1, FIELDS, 1 + DIM])
     weights, vectors = rows[:, :, 0], rows[:, :, 1:]
     pairs = (paddle.square(vectors.sum(1)) - paddle.square(vectors).sum(1)).sum(1, keepdim=True) / 2
@@ -51,10 +53,15 @@ def main():
         int(os.environ["PADDLE_TRAINER_ID"]),
         int(os.environ["PADDLE_TRAINERS_NUM"]),
     )
-    columns = {name: np.load(Path(os.environ["SAMPLES"]) / f"{name}.npy") for name in ("ids", "dense", "clicked")}
+    columns = {
+        name: np.load(Path(os.environ["SAMPLES"]) / f"{name}.npy") for name in ("ids", "dense", "clicked")
+    }
     shapes = {"ids": (-1, 1), "dense": (-1, DENSE), "clicked": (-1, 1)}
     begins = range(rank * batch, len(columns["clicked"]) - batch + 1, ranks * batch)
-    feeds = [{name: whole[at : at + batch].reshape(shapes[name]) for name, whole in columns.items()} for at in begins]
+    feeds = [
+        {name: whole[at : at + batch].reshape(shapes[name]) for name, whole in columns.items()}
+        for at in begins
+    ]
     program = paddle.static.default_main_program()
     with Path(os.environ["STEPS"]).open("w", buffering=1) as file:
         for feed in itertools.cycle(feeds):

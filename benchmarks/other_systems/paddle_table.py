@@ -1,8 +1,10 @@
-"""Paddle's parameter server, asynchronous: a sparse table with Adam, looked up and stepped by static programs. Started by benchmarks/tables/peers.py twice,
-with TRAINING_ROLE PSERVER and TRAINER, in a virtual environment with paddlepaddle.
+"""Paddle's parameter server, asynchronous: a sparse table with Adam, looked up and stepped by static
+programs. Started by benchmarks/tables/peers.py twice, with TRAINING_ROLE PSERVER and TRAINER, in a virtual
+environment with paddlepaddle.
 
-Each kind of work is tried with ids as given and with each id once, and done in the faster form. Steps are timed until they are sent: what waits in the
-client is not waited for, since its trainers do not either (client_flush takes 0.1 s by its sleeps). So the figure is an upper bound.
+Each kind of work is tried with ids as given and with each id once, and done in the faster form. Steps are
+timed until they are sent: what waits in the client is not waited for, since its trainers do not either
+(client_flush takes 0.1 s by its sleeps). So the figure is an upper bound.
 """
 
 import os
@@ -24,7 +26,8 @@ class Table:
         self.ids = paddle.static.data("ids", [-1, 1], "int64")
         self.gradients = paddle.static.data("gradients", [-1, dim], "float32")
         uniform = paddle.ParamAttr(name="rows", initializer=paddle.nn.initializer.Uniform(-SCALE, SCALE))
-        found = paddle.static.nn.sparse_embedding(self.ids, [1 << 20, dim], param_attr=uniform)  # any number of rows
+        # any number of rows
+        found = paddle.static.nn.sparse_embedding(self.ids, [1 << 20, dim], param_attr=uniform)
         self.rows = paddle.reshape(found, [-1, dim])
         strategy = fleet.DistributedStrategy()
         strategy.a_sync = True
@@ -104,8 +107,9 @@ class Table:
         return took
 
     def wrong(self):
-        """Steps of rows that nobody had, with repetitions, each applied before the next, against Adam in float64: the largest difference, and the
-        largest change. Adam counts the steps of each row there, and for its first number also the one that made it. Once."""
+        """Steps of rows that nobody had, with repetitions, each applied before the next, against Adam in
+        float64: the largest difference, and the largest change. Adam counts the steps of each row there, and
+        for its first number also the one that made it. Once."""
         rng = np.random.default_rng(5)
         ids = (1 << 62) + np.arange(FOLLOWED)
         self.push(ids, np.zeros((FOLLOWED, self.data.dim), np.float32))
@@ -123,7 +127,9 @@ class Table:
             for power, beta in enumerate(BETAS):
                 moments[power, stepped] = beta * moments[power, stepped] + (1 - beta) * sums ** (power + 1)
             one, two = (1 - beta ** counts[stepped] for beta in BETAS)
-            values[stepped] -= LR * np.sqrt(two) / one * moments[0, stepped] / (np.sqrt(moments[1, stepped]) + EPS)
+            values[stepped] -= (
+                LR * np.sqrt(two) / one * moments[0, stepped] / (np.sqrt(moments[1, stepped]) + EPS)
+            )
         return [float(np.abs(self.read(ids) - values).max()), float(np.abs(values - first).max())]
 
 

@@ -1,4 +1,5 @@
-"""Ray: an actor holds the parameters. Started by benchmarks/other_systems in a virtual environment that has ray and numpy only."""
+"""Ray: an actor holds the parameters. Started by benchmarks/other_systems in a virtual environment that has
+ray and numpy only."""
 
 import json
 import sys
@@ -11,7 +12,11 @@ import ray
 @ray.remote
 class Server:
     def setup(self, elements, lr):
-        self.values, self.scratch, self.lr = np.zeros(elements, np.float32), np.empty(elements, np.float32), lr
+        self.values, self.scratch, self.lr = (
+            np.zeros(elements, np.float32),
+            np.empty(elements, np.float32),
+            lr,
+        )
 
     def step(self, gradient):
         np.multiply(gradient, np.float32(self.lr), out=self.scratch)

@@ -1,6 +1,8 @@
-"""TFRA: a CuckooHashTable in process, with Adam. Started by benchmarks/tables/peers.py in a virtual environment with TensorFlow and TFRA.
+"""TFRA: a CuckooHashTable in process, with Adam. Started by benchmarks/tables/peers.py in a virtual
+environment with TensorFlow and TFRA.
 
-Each kind of work is tried in several forms (eager or compiled; lookups with each id once or as given) and done in the fastest.
+Each kind of work is tried in several forms (eager or compiled; lookups with each id once or as given) and
+done in the fastest.
 """
 
 import os
@@ -38,10 +40,14 @@ class Table:
         lookups = {"as given": self.rows.lookup, "each id once": self.once}
         compiled = {f"{name}, compiled": tf.function(work, [ids_of]) for name, work in lookups.items()}
         self.look_up, how = self.fastest(lookups | compiled, gradients=False)
-        steps = {"each id once": self.step_once}  # as given, one of an id's gradients is taken instead of their sum
-        compiled = {f"{name}, compiled": tf.function(work, [ids_of, gradients_of]) for name, work in steps.items()}
+        # as given, one of an id's gradients is taken instead of their sum
+        steps = {"each id once": self.step_once}
+        compiled = {
+            f"{name}, compiled": tf.function(work, [ids_of, gradients_of]) for name, work in steps.items()
+        }
         self.update, how_step = self.fastest(compiled | steps, gradients=True)
-        self.optimizer.iterations.assign(len(self.data.pieces()))  # those without a gradient count, as everybody's
+        # those without a gradient count, as everybody's
+        self.optimizer.iterations.assign(len(self.data.pieces()))
         return {"lookup": how, "step": how_step}
 
     def fastest(self, forms, *, gradients):
@@ -84,7 +90,10 @@ class Table:
         return time.perf_counter() - begin
 
     def steps(self, numbers):
-        given = [(tf.constant(self.data.of(number)), tf.constant(self.data.gradients(number))) for number in numbers]
+        given = [
+            (tf.constant(self.data.of(number)), tf.constant(self.data.gradients(number)))
+            for number in numbers
+        ]
         begin = time.perf_counter()
         for ids, gradients in given:
             self.update(ids, gradients)

@@ -1,4 +1,5 @@
-"""examples/deepfm/clicks.py as one writes it in plain PyTorch: nn.Embedding(sparse=True) with all rows, SparseAdam for them and Adam for the rest."""
+"""examples/deepfm/clicks.py as one writes it in plain PyTorch: nn.Embedding(sparse=True) with all rows,
+SparseAdam for them and Adam for the rest."""
 
 from __future__ import annotations
 

@@ -1,19 +1,22 @@
 """Data like Criteo's, of any size: who clicks on what, 26 fields of ids and 13 numbers a sample.
 
-    python benchmarks/scripts/ctr_synthetic.py FOLDER [--samples 1000000] [--test-samples 100000] [--rows 20000000] [--zipf 1.1] [--seed 0]
+    python benchmarks/scripts/ctr_synthetic.py FOLDER [--samples 1000000] [--test-samples 100000] [--rows
+    20000000] [--zipf 1.1] [--seed 0]
 
     FOLDER/train-00000.parquet, ...    ids: 26 int64; dense: 13 float32; clicked: 0 or 1, float32
     FOLDER/test-00000.parquet, ...     the same, of other samples
     FOLDER/about.json                  all settings, rows of each field, rate of clicks, the ceiling of AUC
 
-`--rows` ids are divided over the fields as Criteo's are: some fields have millions, some have three. Within a field ids follow Zipf's law, and
-popular ones are anywhere. No id is in two fields, so one table can hold all.
+`--rows` ids are divided over the fields as Criteo's are: some fields have millions, some have three. Within a
+field ids follow Zipf's law, and popular ones are anywhere. No id is in two fields, so one table can hold all.
 
-Labels come from a planted model: a weight and a vector for each id, a pure function of (seed, id), whose products in pairs add up as in a
-factorization machine, and a linear part of the numbers with one product of two of them. A sample is clicked with the probability that this model
-says. So nobody can rank samples better than by that probability: the AUC of doing so is the ceiling, and is printed.
+Labels come from a planted model: a weight and a vector for each id, a pure function of (seed, id), whose
+products in pairs add up as in a factorization machine, and a linear part of the numbers with one product of
+two of them. A sample is clicked with the probability that this model says. So nobody can rank samples better
+than by that probability: the AUC of doing so is the ceiling, and is printed.
 
-Samples are made and written in pieces: memory does not depend on how many there are. The same arguments give the same samples.
+Samples are made and written in pieces: memory does not depend on how many there are. The same arguments give
+the same samples.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ PIECE = 1 << 16  # samples made at once; a row group of a file
 PIECES_IN_FILE = 16
 VECTOR = 3
 SPREAD = 2_654_435_761  # a prime: times a number of an id, modulo their count, gives each id once
-SCALE, PAIRS, BIAS = 0.16, 0.02, -1.4  # of weights, of products of vectors; chosen for about 0.8 and a click of four
+# of weights, of products of vectors; chosen for about 0.8 and a click of four
+SCALE, PAIRS, BIAS = 0.16, 0.02, -1.4
 BUCKETS = 1 << 14
 PARTS = {"train": 0, "test": 1}
 
@@ -64,8 +68,8 @@ def rows_of_fields(total: int) -> tuple[int, ...]:
 
 
 def zipf(rng: np.random.Generator, exponent: float, most: int, count: int) -> np.ndarray:
-    """int64 (count,) in [1, most], each k with a chance proportional to k ** -exponent. Rejection-inversion (Hörmann and Derflinger 1996): no table
-    of `most` numbers. exponent > 0."""
+    """int64 (count,) in [1, most], each k with a chance proportional to k ** -exponent. Rejection-inversion
+    (Hörmann and Derflinger 1996): no table of `most` numbers. exponent > 0."""
     flat = abs(exponent - 1) < 1e-9
 
     def area(x):
@@ -89,7 +93,8 @@ def zipf(rng: np.random.Generator, exponent: float, most: int, count: int) -> np
 
 
 def effects(ids: np.ndarray, seed: int) -> np.ndarray:
-    """float32 (*shape, 1 + VECTOR): uniform numbers of mean 0 and variance 1, a pure function of (seed, id)."""
+    """float32 (*shape, 1 + VECTOR): uniform numbers of mean 0 and variance 1, a pure function of (seed,
+    id)."""
     mixed = ids.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -99,7 +104,8 @@ def effects(ids: np.ndarray, seed: int) -> np.ndarray:
 
 
 def scores_of(about: About, ids: np.ndarray, dense: np.ndarray) -> np.ndarray:
-    """float32 (n,): the logarithm of the odds of a click. `ids`: int64 (n, FIELDS). `dense`: float32 (n, DENSE)."""
+    """float32 (n,): the logarithm of the odds of a click. `ids`: int64 (n, FIELDS). `dense`: float32 (n,
+    DENSE)."""
     planted = effects(ids, about.seed)
     strength = np.linspace(1.5, 0.5, FIELDS, dtype=np.float32)  # fields matter differently
     vectors = planted[..., 1:] * strength[:, None]
@@ -113,7 +119,9 @@ def piece(about: About, part: str, number: int, samples: int = PIECE) -> dict[st
     """Samples of one piece: ids, dense, clicked, and the planted `score`."""
     rng = np.random.default_rng((about.seed, PARTS[part], number))
     ranks = np.stack([zipf(rng, about.zipf, most, PIECE) for most in about.rows], axis=1)[:samples]
-    places = ((ranks.astype(np.uint64) * np.uint64(SPREAD)) % np.array(about.rows, np.uint64)).astype(np.int64)
+    places = ((ranks.astype(np.uint64) * np.uint64(SPREAD)) % np.array(about.rows, np.uint64)).astype(
+        np.int64
+    )
     ids, dense = places + about.first, rng.standard_normal((PIECE, DENSE), np.float32)[:samples]
     score = scores_of(about, ids, dense)
     clicked = (rng.random(PIECE)[:samples] < chance(score)).astype(np.float32)
@@ -125,8 +133,8 @@ def chance(scores: np.ndarray) -> np.ndarray:
 
 
 class Ceiling:
-    """Of AUC, over samples that come in pieces. `expected`: of ranking them by their chance, over all labels that they could have had; `found`: by the
-    same, with those that they have."""
+    """Of AUC, over samples that come in pieces. `expected`: of ranking them by their chance, over all labels
+    that they could have had; `found`: by the same, with those that they have."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -184,7 +192,9 @@ def write(folder: Path, part: str, about: About, samples: int) -> Ceiling:
     return ceiling
 
 
-def generate(folder: Path, samples: int, test_samples: int, rows: int, exponent: float = 1.1, seed: int = 0) -> dict:
+def generate(
+    folder: Path, samples: int, test_samples: int, rows: int, exponent: float = 1.1, seed: int = 0
+) -> dict:
     """Write all files; returns what about.json says. Raises ValueError."""
     if samples < 1 or test_samples < 1:
         raise ValueError(f"--samples is {samples} and --test-samples {test_samples}: both must be at least 1")
@@ -198,7 +208,9 @@ def generate(folder: Path, samples: int, test_samples: int, rows: int, exponent:
         raise ValueError(f"{folder} has Parquet files already: give an empty folder, or remove them")
     folder.mkdir(parents=True, exist_ok=True)
     about = About(seed, exponent, rows_of_fields(rows))
-    train, test = (write(folder, part, about, count) for part, count in (("train", samples), ("test", test_samples)))
+    train, test = (
+        write(folder, part, about, count) for part, count in (("train", samples), ("test", test_samples))
+    )
     said = asdict(about) | {"total_rows": sum(about.rows), "samples": samples, "test_samples": test_samples}
     said |= {"click_rate": train.rate, "auc_ceiling": test.expected, "auc_of_planted_model": test.found}
     (folder / "about.json").write_text(json.dumps(said, indent=1) + "\n")
@@ -206,7 +218,9 @@ def generate(folder: Path, samples: int, test_samples: int, rows: int, exponent:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--test-samples", type=int, default=100_000)
@@ -219,9 +233,11 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     print(
-        f"{said['samples']:,} samples and {said['test_samples']:,} for tests, {said['total_rows']:,} ids in {FIELDS} fields: {given.folder}\n"
+        f"{said['samples']:,} samples and {said['test_samples']:,} for tests, "
+        f"{said['total_rows']:,} ids in {FIELDS} fields: {given.folder}\n"
         f"clicked: {said['click_rate']:.3f} of all\n"
-        f"ceiling of AUC on the test samples: {said['auc_ceiling']:.4f} (the planted model has {said['auc_of_planted_model']:.4f})"
+        f"ceiling of AUC on the test samples: {said['auc_ceiling']:.4f} (the planted model has "
+        f"{said['auc_of_planted_model']:.4f})"
     )
 
 

@@ -1,6 +1,8 @@
-"""examples/deepfm/deepfm.py as one writes it in plain PyTorch: nn.Embedding and nn.EmbeddingBag with all rows; Adagrad for them and Adam for the rest.
+"""examples/deepfm/deepfm.py as one writes it in plain PyTorch: nn.Embedding and nn.EmbeddingBag with all
+rows; Adagrad for them and Adam for the rest.
 
-DEEPFM_DENSE=1: gradients of tables are dense, so a step sends and steps all rows. Ids are numbers of rows before training begins.
+DEEPFM_DENSE=1: gradients of tables are dense, so a step sends and steps all rows. Ids are numbers of rows
+before training begins.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from deepfm import config, dataset, evaluation_dataset
 from benchmarks.scripts.two_optimizers import TwoOptimizers
 from trainer_agent.data import default_collate
 
-__all__ = ["collate", "config", "dataset", "evaluate", "evaluation_dataset", "loss", "metrics", "model", "optimizer"]
+__all__ = [
+    "collate",
+    "config",
+    "dataset",
+    "evaluate",
+    "evaluation_dataset",
+    "loss",
+    "metrics",
+    "model",
+    "optimizer",
+]
 SPARSE = os.environ.get("DEEPFM_DENSE") != "1"
 ROWS = {"user": 944, "movie": 1683, "decade": 10, "genre": 20}  # ids begin with 0 or 1
 LR, LR_OF_ROWS, SCALE = 0.002, 0.05, 0.05
@@ -31,7 +43,8 @@ LR, LR_OF_ROWS, SCALE = 0.002, 0.05, 0.05
 
 def occupations():
     tables = [
-        pq.read_table(prepare(deepfm.DATA) / f"{part}.parquet", columns=["occupation"]) for part in ("train", "test")
+        pq.read_table(prepare(deepfm.DATA) / f"{part}.parquet", columns=["occupation"])
+        for part in ("train", "test")
     ]
     return {
         name: number
@@ -86,7 +99,9 @@ def evaluate(model, batch):
     rated = batch["movie"] != PADDING
     of = rated.nonzero()[:, 0]
     genres = batch["genres"].unflatten(1, (-1, GENRES))[rated]
-    scores = model(batch["user"][of], batch["decade"][of], batch["occupation"][of], batch["movie"][rated], genres)
+    scores = model(
+        batch["user"][of], batch["decade"][of], batch["occupation"][of], batch["movie"][rated], genres
+    )
     found = F.binary_cross_entropy_with_logits(scores, batch["liked"][rated], reduction="sum")
     return {"loss": found, "ratings": int(rated.sum())}
 

@@ -1,5 +1,5 @@
-"""examples/digits with gradients GRADIENT_SCALE times as large and a learning rate that makes up for it: in float32 the same
-training. With 1e-7 nearly all gradients lie below 6e-8, the smallest step of float16."""
+"""examples/digits with gradients GRADIENT_SCALE times as large and a learning rate that makes up for it: in
+float32 the same training. With 1e-7 nearly all gradients lie below 6e-8, the smallest step of float16."""
 
 from __future__ import annotations
 

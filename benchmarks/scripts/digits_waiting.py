@@ -1,6 +1,7 @@
 """examples/digits whose minibatches take time and no processor: any number of trainers fit on two cores.
 
-The time is slept in slices: a process that is stopped (SIGSTOP) makes no headway in its minibatch, as if it computed. LEARNING_RATE: of SGD.
+The time is slept in slices: a process that is stopped (SIGSTOP) makes no headway in its minibatch, as if it
+computed. LEARNING_RATE: of SGD.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A perceptron whose parameters and momentum take STATE_MIB (256) MiB together, half each. Little to compute for what there is to move.
+"""A perceptron whose parameters and momentum take STATE_MIB (256) MiB together, half each. Little to compute
+for what there is to move.
 
-STEPS_DATA names the folder for the data (4,096 records). Each minibatch that a process begins is a line in STEPS_DATA/begun/<process id>: the moment by the
-monotonic clock, which all processes share, and a checksum of the last bias, which is another one in each step.
+STEPS_DATA names the folder for the data (4,096 records). Each minibatch that a process begins is a line in
+STEPS_DATA/begun/<process id>: the moment by the monotonic clock, which all processes share, and a checksum of
+the last bias, which is another one in each step.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def loss(model, batch):
     with BEGUN.open("a") as file:
         file.write(f"{time.monotonic()} {zlib.crc32(model[-2].bias.detach().numpy())}\n")
     (values,) = batch.values()
-    return F.mse_loss(model(F.pad(values, (0, WIDTH - values.shape[1]))), values.new_zeros(len(values), WIDTH))
+    return F.mse_loss(
+        model(F.pad(values, (0, WIDTH - values.shape[1]))), values.new_zeros(len(values), WIDTH)
+    )
 
 
 def optimizer(model):

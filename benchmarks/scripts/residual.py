@@ -1,7 +1,8 @@
-"""A residual network of RESIDUAL_MIB MiB of float32 parameters (a multiple of 16), stepped by RESIDUAL_OPTIMIZER (SGD, Adam).
+"""A residual network of RESIDUAL_MIB MiB of float32 parameters (a multiple of 16), stepped by
+RESIDUAL_OPTIMIZER (SGD, Adam).
 
-A minibatch of n records takes 6 n floating point operations per parameter: one record gives a parameter one use, as in any
-perceptron; convolutions and sequences use it more often.
+A minibatch of n records takes 6 n floating point operations per parameter: one record gives a parameter one
+use, as in any perceptron; convolutions and sequences use it more often.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A perceptron of RESIZED_MIB MiB of float32 parameters (a multiple of 16), stepped by Adam. Each call of `loss` writes the time
-into RESIZED_TIMES: with one lane the time between two calls is one step."""
+"""A perceptron of RESIZED_MIB MiB of float32 parameters (a multiple of 16), stepped by Adam. Each call of
+`loss` writes the time into RESIZED_TIMES: with one lane the time between two calls is one step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import trireme
 
 WIDTH = 2048
 LAYERS = int(os.environ["RESIZED_MIB"]) // 16
-TIMES = Path(os.environ["RESIZED_TIMES"]).open("a", buffering=1)  # noqa: SIM115  for as long as the process lives
+# for as long as the process lives
+TIMES = Path(os.environ["RESIZED_TIMES"]).open("a", buffering=1)  # noqa: SIM115
 
 config = trireme.Config(lanes=1, global_batch_size=16, records_per_task=1600, checkpoint_every_epochs=None)
 

@@ -1,6 +1,8 @@
-"""Minibatches that take time and no processor: what is measured is waiting, so any number of trainers fit on two cores.
+"""Minibatches that take time and no processor: what is measured is waiting, so any number of trainers fit on
+two cores.
 
-The time is slept in slices: a process that is stopped (SIGSTOP) makes no headway in its minibatch, as if it computed.
+The time is slept in slices: a process that is stopped (SIGSTOP) makes no headway in its minibatch, as if it
+computed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""A small perceptron whose trainers tell each version that they compute with. Short steps: most of their time is the exchange. Nine blocks, so each
-of four trainers owns some: others could go on without one that owns none, by computing its lanes.
+"""A small perceptron whose trainers tell each version that they compute with. Short steps: most of their time
+is the exchange. Nine blocks, so each of four trainers owns some: others could go on without one that owns
+none, by computing its lanes.
 
-STEPS_DATA names the folder for the data. TOLD names a folder of one job: a line in TOLD/<process id> is the moment, by the monotonic clock that all processes
-share, at which a process begins its first minibatch of a version, and the digest of the parameters then. Of about one version in 16, whichever its digest says,
-TOLD/saved/<digest>-<process id> are the parameters themselves. Each minibatch takes TOLD_PAUSE_S (0) seconds longer, which leaves processors to those that join.
+STEPS_DATA names the folder for the data. TOLD names a folder of one job: a line in TOLD/<process id> is the
+moment, by the monotonic clock that all processes share, at which a process begins its first minibatch of a
+version, and the digest of the parameters then. Of about one version in 16, whichever its digest says,
+TOLD/saved/<digest>-<process id> are the parameters themselves. Each minibatch takes TOLD_PAUSE_S (0) seconds
+longer, which leaves processors to those that join.
 """
 
 from __future__ import annotations
@@ -26,13 +29,21 @@ PAUSE_S = float(os.environ.get("TOLD_PAUSE_S", "0"))
 RECORDS, WIDTH, SAVED_OF_256 = 1 << 16, 32, 16
 
 config = trireme.Config(
-    epochs=1, global_batch_size=16, lanes=4, seed=1, records_per_task=1024, block_bytes=1024, evaluate_every=None
+    epochs=1,
+    global_batch_size=16,
+    lanes=4,
+    seed=1,
+    records_per_task=1024,
+    block_bytes=1024,
+    evaluate_every=None,
 )
 last = ""
 
 
 def model():
-    return nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 16))
+    return nn.Sequential(
+        nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 16)
+    )
 
 
 def dataset():

@@ -1,5 +1,6 @@
-"""Row deepfm: samples a second of DeepFM on made-up clicks: ours with 2 trainers and a parameter server, plain PyTorch in one process, Paddle with 2
-trainers and a server. All are started once and stopped (SIGSTOP); a round lets one after the other go on for a while, as in benchmarks.steps."""
+"""Row deepfm: samples a second of DeepFM on made-up clicks: ours with 2 trainers and a parameter server,
+plain PyTorch in one process, Paddle with 2 trainers and a server. All are started once and stopped (SIGSTOP);
+a round lets one after the other go on for a while, as in benchmarks.steps."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from benchmarks.tables.lines import Figure, Line, figure
 from benchmarks.tables.peers import PeerError, Process, paddle_environments
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT, PLAIN = ROOT / "examples" / "deepfm" / "clicks.py", ROOT / "benchmarks" / "scripts" / "clicks_plain.py"
+SCRIPT, PLAIN = (
+    ROOT / "examples" / "deepfm" / "clicks.py",
+    ROOT / "benchmarks" / "scripts" / "clicks_plain.py",
+)
 BATCH, TRAINERS = 4096, 2
 OVER_PLAIN, OVER_PADDLE = 1.5, 2.0
 START_S, LOOK_S, WARM_UP_STEPS = 120.0, 0.05, 5
@@ -144,7 +148,9 @@ async def _measure(
             batches = max(1, said["samples"] // BATCH)
             for threads in sorted({1, min(TRAINERS, os.cpu_count() or 1)}):
                 more = {"batches": batches, "threads": threads}
-                await add(f"torch, {threads}", TorchRow(PLAIN, BATCH, 1, True, folder / f"plain-{threads}", more))
+                await add(
+                    f"torch, {threads}", TorchRow(PLAIN, BATCH, 1, True, folder / f"plain-{threads}", more)
+                )
         if "Paddle" in peers:
             try:
                 await add("Paddle", PaddleRow(_arrays(data, folder), folder / "paddle"))
@@ -163,7 +169,8 @@ async def _measure(
                     continue
                 send(row, signal.SIGSTOP)
                 print(
-                    f"tables: round {number + 1} of {rounds}: {name}: {rates[name][-1]:.0f} samples/s", file=sys.stderr
+                    f"tables: round {number + 1} of {rounds}: {name}: {rates[name][-1]:.0f} samples/s",
+                    file=sys.stderr,
                 )
         losses = ways["Paddle"][0].losses() if "Paddle" in ways else None
     return _lines(said, rates, missing, losses)
@@ -183,14 +190,24 @@ def _lines(
     said: dict, rates: dict[str, list[float]], missing: dict[str, str], losses: tuple[float, float] | None
 ) -> list[Line]:
     found = {name: figure(values) for name, values in rates.items() if name not in missing}
-    plain = max((name for name in found if name.startswith("torch")), key=lambda name: found[name].median, default="")
+    plain = max(
+        (name for name in found if name.startswith("torch")), key=lambda name: found[name].median, default=""
+    )
     peers: dict[str, Figure | str] = {"torch": found[plain]} if plain else {}
     peers |= {name: found[name] for name in ("Paddle",) if name in found} | missing
-    all_of_torch = ", ".join(f"{name} threads {each}" for name, each in found.items() if name.startswith("torch"))
-    note = f"{said['total_rows']:,} rows of 16 in one table, {said['samples']:,} samples, batch {BATCH}; ours: 2 trainers, 1 parameter server, synchronous"
+    all_of_torch = ", ".join(
+        f"{name} threads {each}" for name, each in found.items() if name.startswith("torch")
+    )
+    note = (
+        f"{said['total_rows']:,} rows of 16 in one table, {said['samples']:,} samples, batch {BATCH}; "
+        "ours: 2 trainers, 1 parameter server, synchronous"
+    )
     note += f"; {all_of_torch}, its samples in memory" if all_of_torch else ""
     if losses is not None:
-        note += f"; Paddle: 2 trainers with {BATCH} each, asynchronous, samples in memory, loss {losses[0]:.3f} to {losses[1]:.3f}"
+        note += (
+            f"; Paddle: 2 trainers with {BATCH} each, asynchronous, samples in memory, loss "
+            f"{losses[0]:.3f} to {losses[1]:.3f}"
+        )
     common = {"row": "deepfm", "unit": "samples/s", "ours": found["ours"], "peers": peers}
     lines = [
         Line(work=f"DeepFM, against {over}", goal=goal, over=over, **common)

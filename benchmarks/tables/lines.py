@@ -23,8 +23,8 @@ class Figure:
 
 @dataclass
 class Line:
-    """`peers`: of each its figure, or why there is none. `goal`: of our figure, or of the ratio to the peer `over` if that is given. `higher`: is
-    better. `note`: what else a reader must know."""
+    """`peers`: of each its figure, or why there is none. `goal`: of our figure, or of the ratio to the peer
+    `over` if that is given. `higher`: is better. `note`: what else a reader must know."""
 
     row: str
     work: str
@@ -87,9 +87,13 @@ def markdown(lines: Sequence[Line]) -> str:
     rows, notes = [HEAD], []
     for line in lines:
         peers = "; ".join(f"{name} {found}" for name, found in line.peers.items())
-        ratios = ", ".join(f"{ratio:.2f} x {name}" for name in line.peers if (ratio := line.ratio(name)) is not None)
+        ratios = ", ".join(
+            f"{ratio:.2f} x {name}" for name in line.peers if (ratio := line.ratio(name)) is not None
+        )
         met = {True: "yes", False: "NO", None: ""}[line.met]
-        rows.append(f"| {line.work} | {line.unit} | {line.ours} | {peers} | {ratios} | {line.goal_text} | {met} |")
+        rows.append(
+            f"| {line.work} | {line.unit} | {line.ours} | {peers} | {ratios} | {line.goal_text} | {met} |"
+        )
         if line.note:
             notes.append(f"- {line.work}: {line.note}")
     return "\n".join([*rows, "", *notes] if notes else rows)

@@ -1,4 +1,5 @@
-"""Rows lookup, step and small: ways take turns, round by round, on the same minibatches; then everybody's rows are compared."""
+"""Rows lookup, step and small: ways take turns, round by round, on the same minibatches; then everybody's
+rows are compared."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ SMALL_IN_ROUND = 120
 GOALS = {"lookup": {"shm": 10.0, "tcp": 6.0}, "step": {"shm": 5.0, "tcp": 3.0}, "small": {}}
 SMALL_GOAL_MS = 1.0
 PEERS = ("Paddle", "TFRA", "torch")
-IN_PROCESS = "TFRA and torch work in the process that asks, without a server; torch is told the rows' numbers instead of ids; Paddle's steps end when they are sent"
+IN_PROCESS = (
+    "TFRA and torch work in the process that asks, without a server; torch is told the rows' numbers "
+    "instead of ids; Paddle's steps end when they are sent"
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Sizes:
 
 @dataclass
 class Measured:
-    """Of one way: million ids a second of each round; milliseconds of small lookups, and of ours without ids."""
+    """Of one way: million ids a second of each round; milliseconds of small lookups, and of ours without
+    ids."""
 
     lookup: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
@@ -80,7 +85,11 @@ def measure(sizes: Sizes, wanted: Sequence[str]) -> list[Line]:
             f"{data.rows:,} rows of {sizes.dim}, {sizes.ids:,} ids a minibatch, of which {distinct:,} differ",
             IN_PROCESS,
         ]
-        said += [f"Paddle's server has {way.bytes_a_row:.0f} bytes a row" for way in ways if isinstance(way, Paddle)]
+        said += [
+            f"Paddle's server has {way.bytes_a_row:.0f} bytes a row"
+            for way in ways
+            if isinstance(way, Paddle)
+        ]
         lines[0].note = "; ".join([*said, lines[0].note] if lines[0].note else said)
         return lines
 
@@ -119,7 +128,9 @@ def _peer(
     return peer
 
 
-def _rounds(ways: list[Way], sizes: Sizes, wanted: Sequence[str], missing: dict[str, str]) -> dict[str, Measured]:
+def _rounds(
+    ways: list[Way], sizes: Sizes, wanted: Sequence[str], missing: dict[str, str]
+) -> dict[str, Measured]:
     found = {way.name: Measured() for way in ways}
     for number in range(-WARM_UP, sizes.rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
@@ -155,7 +166,8 @@ def _round(way: Way, number: int, sizes: Sizes, wanted: Sequence[str]) -> Measur
 
 
 def _compare(ways: list[Way], number: int, stepped: bool, missing: dict[str, str]) -> None:
-    """All ways have the rows of torch, ours to the bit. Raises AssertionError; peers that differ are missing, with the reason."""
+    """All ways have the rows of torch, ours to the bit. Raises AssertionError; peers that differ are missing,
+    with the reason."""
     torch = next((way for way in ways if isinstance(way, Torch)), None)
     for way in ways:
         if way.name in missing or torch is None or way is torch:
@@ -189,13 +201,17 @@ def _lines(
 
     peers = {name: of(name) for name in PEERS if name in sizes.peers}
     work = {"lookup": "lookup", "step": "lookup + Adam step", "small": f"{SMALL:,} keys, p99"}[row]
-    forms = ", ".join(f"{name} {said[row]}" for name, said in how.items() if row in said and name not in missing)
+    forms = ", ".join(
+        f"{name} {said[row]}" for name, said in how.items() if row in said and name not in missing
+    )
     note = f"fastest forms: {forms}" if forms else ""
     lines = []
     for kind in sizes.transports:
         common = {"row": row, "work": f"{work}, {kind}", "ours": of(kind), "peers": peers}
         if row == "small":
-            lines.append(Line(**common, unit="ms", goal=SMALL_GOAL_MS, higher=False, note=_small_note(measured[kind])))
+            lines.append(
+                Line(**common, unit="ms", goal=SMALL_GOAL_MS, higher=False, note=_small_note(measured[kind]))
+            )
         else:
             lines.append(Line(**common, unit="M ids/s", goal=GOALS[row].get(kind)))
     if lines:
@@ -205,4 +221,7 @@ def _lines(
 
 def _small_note(found: Measured) -> str:
     """What of the time is the way there and back: lookups without any id."""
-    return f"median {median(found.small):.2f} ms; without ids: median {median(found.empty):.2f}, p99 {p99_and_max(found.empty)[0]:.2f} ms"
+    return (
+        f"median {median(found.small):.2f} ms; without ids: median {median(found.empty):.2f}, p99 "
+        f"{p99_and_max(found.empty)[0]:.2f} ms"
+    )

@@ -1,4 +1,5 @@
-"""Ids and gradients, the same for every way: by number. Needs numpy alone, for peers in virtual environments of their own."""
+"""Ids and gradients, the same for every way: by number. Needs numpy alone, for peers in virtual environments
+of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ SEED, SCALE = 7, 0.01  # of the rows' initial values
 
 
 class Minibatches:
-    """`all`: int64, each id that has a row. A minibatch has `ids` of them, Zipf 1.1, with repetitions; popular ones are everywhere."""
+    """`all`: int64, each id that has a row. A minibatch has `ids` of them, Zipf 1.1, with repetitions;
+    popular ones are everywhere."""
 
     def __init__(self, rows: int, dim: int, ids: int) -> None:
         rng = np.random.default_rng(1)

@@ -1,4 +1,5 @@
-"""Other systems' tables as ways: workers in virtual environments of their own (benchmarks/other_systems), asked by pipes."""
+"""Other systems' tables as ways: workers in virtual environments of their own (benchmarks/other_systems),
+asked by pipes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def script_of(name: str) -> Path:
 class Process:
     """A worker of other_systems/`script`."""
 
-    def __init__(self, system: str, script: str, environment: Mapping[str, str], folder: Path, cores: set[int]) -> None:
+    def __init__(
+        self, system: str, script: str, environment: Mapping[str, str], folder: Path, cores: set[int]
+    ) -> None:
         python = environments.interpreter(system)
         if python is None:
             raise PeerError(environments.how_to_install(system))
@@ -171,7 +174,8 @@ class Paddle(Peer):
         difference, moved = self._worker.ask("wrong")
         if not difference < SAME_PADDLE * moved:
             raise PeerError(
-                f"rows differ by {difference:.2g} from what Adam makes of them, which moved them by {moved:.2g}"
+                f"rows differ by {difference:.2g} from what Adam makes of them, which moved them "
+                f"by {moved:.2g}"
             )
 
     def close(self) -> None:
@@ -192,5 +196,7 @@ def paddle_environments(trainers: int) -> list[dict[str, str]]:
     }
     found = [{**common, "TRAINING_ROLE": "PSERVER", "PADDLE_PORT": server}]
     for number, port in enumerate(others):
-        found.append({**common, "TRAINING_ROLE": "TRAINER", "PADDLE_PORT": port, "PADDLE_TRAINER_ID": str(number)})
+        found.append(
+            {**common, "TRAINING_ROLE": "TRAINER", "PADDLE_PORT": port, "PADDLE_TRAINER_ID": str(number)}
+        )
     return found

@@ -1,5 +1,6 @@
-"""A worker's end of two pipes of JSON lines: [name, arguments] on stdin, {"answer": ...} or {"error": ...} on the descriptor that REPLIES names: what other
-systems print goes elsewhere. Needs nothing but Python: it runs in their virtual environments."""
+"""A worker's end of two pipes of JSON lines: [name, arguments] on stdin, {"answer": ...} or {"error": ...} on
+the descriptor that REPLIES names: what other systems print goes elsewhere. Needs nothing but Python: it runs
+in their virtual environments."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Rows memory and save: a large table with Adam at one parameter server; what its process takes, how fast a checkpoint of it is written, what steps lose."""
+"""Rows memory and save: a large table with Adam at one parameter server; what its process takes, how fast a
+checkpoint of it is written, what steps lose."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ SPEED_GOAL, SLOWER_GOAL = 0.6, 0.10
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a step without a write, of the step whose version is copied beyond that, and of the mean step beside the write. `bare`: a loop that only
-    writes as many bytes, at the same priority in the same process, beside the same steps. `alone`: a part with nothing beside it."""
+    """Seconds of a step without a write, of the step whose version is copied beyond that, and of the mean
+    step beside the write. `bare`: a loop that only writes as many bytes, at the same priority in the same
+    process, beside the same steps. `alone`: a part with nothing beside it."""
 
     step_s: float
     copied_s: float
@@ -45,7 +47,8 @@ class Round:
 
 
 class SavingProcess(PserverProcess):
-    """Writes the checkpoints that steps ask for into `folder`, as the product does, and deletes each when it is written."""
+    """Writes the checkpoints that steps ask for into `folder`, as the product does, and deletes each when it
+    is written."""
 
     def save_into(self, folder: str) -> None:
         """Before its parameters are there, which take the schedule with them; version 0 is always written."""
@@ -128,7 +131,9 @@ def measure(rows: int, dim: int, ids: int, rounds: int, wanted: Sequence[str]) -
                 found = [_round(step, process, folder, number) for number in range(min(rounds, ROUNDS))]
             except TimeoutError as error:
                 lines.append(
-                    Line("save", f"save {data.rows:,} rows", "of the disk's speed", str(error), goal=SPEED_GOAL)
+                    Line(
+                        "save", f"save {data.rows:,} rows", "of the disk's speed", str(error), goal=SPEED_GOAL
+                    )
                 )
             else:
                 lines += _lines(data, found)
@@ -194,16 +199,29 @@ def _lines(data: Minibatches, rounds: Sequence[Round]) -> list[Line]:
     usual = figure([1e3 * one.step_s for one in rounds])
     slower = figure([100 * (one.beside_s / one.step_s - 1) for one in rounds])
     bare, alone = (
-        figure([one.mib_per_s for one in some]) for some in zip(*((r.bare, r.alone) for r in rounds), strict=True)
+        figure([one.mib_per_s for one in some])
+        for some in zip(*((r.bare, r.alone) for r in rounds), strict=True)
     )
     slower_bare = figure([100 * (one.beside_bare_s / one.step_s - 1) for one in rounds])
     own = figure([one.part.mib_per_s for one in rounds])
-    note = f"{size:.0f} MiB beside steps: {own} MiB/s; a plain write of as many bytes with nothing beside it: {disk}"
+    note = (
+        f"{size:.0f} MiB beside steps: {own} MiB/s; a plain write of as many bytes with nothing beside "
+        f"it: {disk}"
+    )
     note += f"; a bare loop of writes beside the same steps: {bare}; a part with nothing beside it: {alone}"
     lost = (
-        f"of {usual} ms; beside the bare loop {slower_bare} %; the step whose version is copied takes {copied} ms more"
+        f"of {usual} ms; beside the bare loop {slower_bare} %; the step whose version is copied takes "
+        f"{copied} ms more"
     )
     return [
         Line("save", work, "of the disk's speed", speeds, goal=SPEED_GOAL, note=note),
-        Line("save", f"{work}: steps meanwhile", "% slower", slower, goal=100 * SLOWER_GOAL, higher=False, note=lost),
+        Line(
+            "save",
+            f"{work}: steps meanwhile",
+            "% slower",
+            slower,
+            goal=100 * SLOWER_GOAL,
+            higher=False,
+            note=lost,
+        ),
     ]

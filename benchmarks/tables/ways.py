@@ -1,7 +1,9 @@
-"""Ways to look rows up and step them: our parameter server, over each transport, and torch's sparse embedding in this process.
+"""Ways to look rows up and step them: our parameter server, over each transport, and torch's sparse embedding
+in this process.
 
-Of each minibatch, by its number: `lookup` gives seconds, `steps` those of some until the last is applied, `small` those of one lookup of few keys,
-`found` the rows, float32 (ids, dim). Making minibatches is not timed.
+Of each minibatch, by its number: `lookup` gives seconds, `steps` those of some until the last is applied,
+`small` those of one lookup of few keys, `found` the rows, float32 (ids, dim). Making minibatches is not
+timed.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ def table_spec(dim: int):
     from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 
     optimizer = RowOptimizer(kind="adam", lr=LR, eps=1e-8)
-    return TableSpec(name="t", dim=dim, seed=SEED, optimizer=optimizer, init=RowInit(kind="uniform", scale=SCALE))
+    return TableSpec(
+        name="t", dim=dim, seed=SEED, optimizer=optimizer, init=RowInit(kind="uniform", scale=SCALE)
+    )
 
 
 class Torch:
-    """nn.Embedding(sparse=True) and SparseAdam in this process: ids are numbers of rows, without any hashing or network."""
+    """nn.Embedding(sparse=True) and SparseAdam in this process: ids are numbers of rows, without any hashing
+    or network."""
 
     name = "torch"
 
@@ -89,7 +94,8 @@ class Torch:
 
 
 class Server:
-    """Our trainer's end: look up what differs, spread it, push the sums, wait for the version. `kind`: shm, unix or tcp."""
+    """Our trainer's end: look up what differs, spread it, push the sums, wait for the version. `kind`: shm,
+    unix or tcp."""
 
     def __init__(self, kind: str, data: Minibatches, port: int, uds: str) -> None:
         from trainer_agent.data_plane.stream import StreamPserver
@@ -105,7 +111,8 @@ class Server:
             segments=(segment,), block_bytes=256, digest="d", optimizer=spec, tables=(table_spec(data.dim),)
         )
         self._memory = GradientMemory()
-        self._loop = new_loop()  # no asyncio.Runner: each `run` sets a handler of signals, and takes 0.7 ms for it
+        # no asyncio.Runner: each `run` sets a handler of signals, and takes 0.7 ms for it
+        self._loop = new_loop()
         host, url = socket.gethostname(), f"http://127.0.0.1:{port}"
         local = f"{uds}-0" if kind in ("shm", "unix") else ""
         member = PserverMember(index=0, url=url, incarnation="ps", host=host, pid=0, uds=local)
@@ -123,7 +130,9 @@ class Server:
             yield InitBlock(block=0), memoryview(np.zeros(64, np.float32)).cast("B")
 
         record = StepRecord(version=0, positions=(LanePosition(lane=0),))
-        header = InitHeader(job=JOB, generation=0, mode="sync", lanes=1, layout=self.layout, pserver=0, record=record)
+        header = InitHeader(
+            job=JOB, generation=0, mode="sync", lanes=1, layout=self.layout, pserver=0, record=record
+        )
         await self._port.init(header, blocks())
         for some in self._data.pieces():
             await self._push(some, np.zeros((len(some), self._data.dim), np.float32))

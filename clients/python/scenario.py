@@ -88,10 +88,13 @@ operation = good(
 while operation.state == "RUNNING":
     operation = good(get_operation.sync(job, operation.operation_id, client=client, wait_s=4.0))
 
-newer = Operation.from_dict({**operation.to_dict(), "state": "SUSPENDED", "kind": "MOVE"})  # of a later version
+# of a later version
+newer = Operation.from_dict({**operation.to_dict(), "state": "SUSPENDED", "kind": "MOVE"})
 assert (newer.state, newer.kind) == ("SUSPENDED", "MOVE"), newer
 
-begun = good(create_resize.sync(job, client=client, body=CreateResize(trainers=2), idempotency_key=uuid.uuid4().hex))
+begun = good(
+    create_resize.sync(job, client=client, body=CreateResize(trainers=2), idempotency_key=uuid.uuid4().hex)
+)
 assert isinstance(begun, ResizeView), begun
 resize = begun
 while resize.state == "RUNNING":
@@ -105,7 +108,9 @@ job_when(lambda found: found.standing == "ACTIVE" and (found.progress.step or 0)
 
 events: list[int] = []
 while len(events) < 3:
-    found = good(list_events.sync(job, client=client, after=events[-1] if events else 0, wait_s=4.0, page_size=2))
+    found = good(
+        list_events.sync(job, client=client, after=events[-1] if events else 0, wait_s=4.0, page_size=2)
+    )
     events += [event.event_id for event in found.events]
 
 unknown = get_task.sync(job, "no-such-task", client=client)

@@ -20,7 +20,9 @@ import trireme
 DATA = Path(os.environ.get("CHARLM_DATA", Path(__file__).resolve().parent / "data"))
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 256, 128, 96, 4, 2
 
-config = trireme.Config(epochs=1, global_batch_size=32, lanes=4, seed=1, records_per_task=128, block_bytes=1 << 18)
+config = trireme.Config(
+    epochs=1, global_batch_size=32, lanes=4, seed=1, records_per_task=128, block_bytes=1 << 18
+)
 
 
 class Attention(nn.Module):

@@ -16,7 +16,16 @@ from pathlib import Path
 
 TRAIN_BYTES = 1 << 20
 VALID_BYTES = 1 << 16
-NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "encodings"}
+NOT_LIBRARY = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+}
 
 
 def prepare(folder: Path) -> dict[str, Path]:

@@ -1,6 +1,8 @@
-"""DeepFM learns who clicks on what: made-up data like Criteo's (26 fields of ids, 13 numbers), of any size, with one table of all ids.
+"""DeepFM learns who clicks on what: made-up data like Criteo's (26 fields of ids, 13 numbers), of any size,
+with one table of all ids.
 
-python benchmarks/scripts/ctr_synthetic.py examples/deepfm/data/clicks     the data; it prints the highest AUC that any model can reach
+python benchmarks/scripts/ctr_synthetic.py examples/deepfm/data/clicks
+    the data; it prints the highest AUC that any model can reach
 trireme run examples/deepfm/clicks.py --trainers 2 --pservers 2            a cluster on this machine
 python examples/deepfm/clicks.py                                           one process, no services
 
@@ -27,7 +29,9 @@ config = trireme.Config(epochs=1, global_batch_size=4096, lanes=2, seed=1, recor
 class DeepFM(FactorizedScores):
     def __init__(self):
         super().__init__(FIELDS, DIM, widths=WIDTHS, dense=DENSE)
-        self.rows = trireme.nn.Embedding("id", 1 + DIM, optimizer=trireme.nn.Adam(lr=0.002), init="normal(0.01)")
+        self.rows = trireme.nn.Embedding(
+            "id", 1 + DIM, optimizer=trireme.nn.Adam(lr=0.002), init="normal(0.01)"
+        )
 
     def forward(self, ids, dense):
         return self.scores(self.rows(ids), dense)

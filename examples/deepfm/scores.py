@@ -1,4 +1,5 @@
-"""What both scripts here have in common: the score of a record from the rows of its fields, and AUC from sums over a dataset."""
+"""What both scripts here have in common: the score of a record from the rows of its fields, and AUC from sums
+over a dataset."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ BUCKETS = 200  # of the histogram of scores, from which the AUC is found
 
 
 class FactorizedScores(nn.Module):
-    """Each field has a weight and a vector: the first number of its row, and the `dim` others. The score is the sum of the weights, of the products
-    of all pairs of vectors (FM), and of a network of `widths` that sees all vectors and `dense` numbers."""
+    """Each field has a weight and a vector: the first number of its row, and the `dim` others. The score is
+    the sum of the weights, of the products of all pairs of vectors (FM), and of a network of `widths` that
+    sees all vectors and `dense` numbers."""
 
     def __init__(self, fields, dim, widths, dense=0, dropout=0.0):
         super().__init__()

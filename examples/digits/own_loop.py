@@ -1,4 +1,5 @@
-"""Handwritten digits: an ordinary PyTorch loop in plain_loop.py, the same loop with Trireme in own_loop.py. Five lines differ.
+"""Handwritten digits: an ordinary PyTorch loop in plain_loop.py, the same loop with Trireme in own_loop.py.
+Five lines differ.
 
 trireme run examples/digits/own_loop.py --trainers 2 --pservers 2       a cluster on this machine
 python examples/digits/own_loop.py                                      one process, no services
@@ -20,10 +21,14 @@ import trireme
 DATA = prepare(Path(os.environ.get("DIGITS_DATA", Path(__file__).resolve().parent / "data")))
 
 torch.manual_seed(1)
-model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10))
+model = nn.Sequential(
+    nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 dataset = trireme.data.Parquet(f"{DATA}/train-*.parquet")
-model, optimizer, batches = trireme.prepare(model, optimizer, dataset, global_batch_size=64, epochs=8, lanes=4)
+model, optimizer, batches = trireme.prepare(
+    model, optimizer, dataset, global_batch_size=64, epochs=8, lanes=4
+)
 
 for batch in batches:
     optimizer.zero_grad()

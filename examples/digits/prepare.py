@@ -49,10 +49,14 @@ def read(folder: Path, names: str) -> list[dict[str, Any]]:
     """All records of the files, for loops without Trireme."""
     table = pa.concat_tables(pq.read_table(path) for path in sorted(folder.glob(names)))
     pixels = np.array(table["pixels"].combine_chunks().flatten()).reshape(-1, 64)
-    return [{"pixels": row, "label": label} for row, label in zip(pixels, table["label"].to_pylist(), strict=True)]
+    return [
+        {"pixels": row, "label": label} for row, label in zip(pixels, table["label"].to_pylist(), strict=True)
+    ]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "data")
     print(prepare(parser.parse_args().folder))

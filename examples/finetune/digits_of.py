@@ -31,7 +31,8 @@ def trunk() -> nn.Sequential:
 
 
 def which(classes: Iterable[int], part: str) -> object:
-    """The images of these classes; `part`: train or test. They are written on first use, the same each time."""
+    """The images of these classes; `part`: train or test. They are written on first use, the same each
+    time."""
     chosen = sorted(classes)
     folder = DATA / f"{part}-{chosen[0]}-{chosen[-1]}"
     if not folder.exists():

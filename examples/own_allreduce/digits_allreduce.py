@@ -1,7 +1,9 @@
-"""Handwritten digits with a loop of one's own, in as many processes as there are: gradients are averaged over whoever lives.
+"""Handwritten digits with a loop of one's own, in as many processes as there are: gradients are averaged over
+whoever lives.
 
 python examples/own_allreduce/start.py --members 3               an etcd and three of these on this machine
-TRIREME_ETCD=http://HOST:2379 TRIREME_JOB=digits python examples/own_allreduce/digits_allreduce.py      one of them, anywhere
+TRIREME_ETCD=http://HOST:2379 TRIREME_JOB=digits python examples/own_allreduce/digits_allreduce.py
+    one of them, anywhere
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ DATA = prepare(Path(os.environ.get("DIGITS_DATA", Path(__file__).resolve().paren
 
 
 def tensors(records):
-    return torch.tensor([r["label"] for r in records]), torch.stack([torch.from_numpy(r["pixels"]) for r in records])
+    return torch.tensor([r["label"] for r in records]), torch.stack(
+        [torch.from_numpy(r["pixels"]) for r in records]
+    )
 
 
 torch.set_num_threads(1)
@@ -49,7 +53,9 @@ while True:
     rows = torch.randint(len(label), (32,))
     optimizer.zero_grad()
     F.cross_entropy(model(pixels[rows]), label[rows]).backward()
-    status, gradients = communicator.allreduce([p.grad for p in model.parameters()], op="MEAN", weight=len(rows))
+    status, gradients = communicator.allreduce(
+        [p.grad for p in model.parameters()], op="MEAN", weight=len(rows)
+    )
     if status == trireme.SUCCEEDED:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient

@@ -1,7 +1,8 @@
-"""Starts an etcd and some processes of digits_allreduce.py on this machine, and, if it is told to, harms them.
+"""Starts an etcd and some processes of digits_allreduce.py on this machine, and, if it is told to, harms
+them.
 
-python examples/own_allreduce/start.py --members 3
-python examples/own_allreduce/start.py --members 3 --steps 2000 --join-at 100 --kill-at 400 --freeze-at 800 --thaw-at 1200
+python examples/own_allreduce/start.py --members 3 python examples/own_allreduce/start.py --members 3 --steps
+2000 --join-at 100 --kill-at 400 --freeze-at 800 --thaw-at 1200
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PROGRESS = re.compile(r"step (\d+) of")
 
 
 class Members:
-    """Processes of the loop. Each line that one prints is printed after its name; faults wait for a step in them."""
+    """Processes of the loop. Each line that one prints is printed after its name; faults wait for a step in
+    them."""
 
     def __init__(self, environment: dict[str, str], faults: list[tuple[int, Callable[[], None]]]) -> None:
         self.environment = environment
@@ -64,7 +66,8 @@ class Members:
                 process.kill()
 
     async def wait(self, frozen: int | None) -> int:
-        """The worst exit code of those that nobody has killed. The frozen one is killed when the others have ended."""
+        """The worst exit code of those that nobody has killed. The frozen one is killed when the others have
+        ended."""
         place = 0
         while place < len(self.processes):  # more may join meanwhile
             if place != frozen:
@@ -74,7 +77,9 @@ class Members:
         if frozen is not None:
             self.signal(frozen, signal.SIGKILL)
             await self.processes[frozen].wait()
-        codes = (process.returncode for place, process in enumerate(self.processes) if place not in self.killed)
+        codes = (
+            process.returncode for place, process in enumerate(self.processes) if place not in self.killed
+        )
         return max(abs(code or 0) for code in codes)
 
 
@@ -87,7 +92,11 @@ async def main(given: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         async with EmbeddedEtcd(folder) as etcd:
-            environment = os.environ | {"TRIREME_ETCD": etcd.url, "TRIREME_JOB": "digits", "STEPS": str(given.steps)}
+            environment = os.environ | {
+                "TRIREME_ETCD": etcd.url,
+                "TRIREME_JOB": "digits",
+                "STEPS": str(given.steps),
+            }
             faults: list[tuple[int, Callable[[], None]]] = [
                 (given.kill_at, lambda: members.signal(0, signal.SIGKILL)),
                 (given.freeze_at, lambda: members.signal(1, signal.SIGSTOP)),
@@ -107,12 +116,16 @@ async def main(given: argparse.Namespace) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--members", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="SIGKILL for member 0")
     parser.add_argument("--freeze-at", type=int, default=0, metavar="STEP", help="SIGSTOP for member 1")
-    parser.add_argument("--thaw-at", type=int, default=0, metavar="STEP", help="SIGCONT for member 1; it joins again")
+    parser.add_argument(
+        "--thaw-at", type=int, default=0, metavar="STEP", help="SIGCONT for member 1; it joins again"
+    )
     parser.add_argument("--join-at", type=int, default=0, metavar="STEP", help="one more member")
     given = parser.parse_args()
     least = 2 if given.freeze_at else 1
@@ -121,7 +134,9 @@ def arguments() -> argparse.Namespace:
     if given.steps < 1:
         parser.error(f"--steps is {given.steps}: at least 1")
     if given.thaw_at and not 0 < given.freeze_at < given.thaw_at:
-        parser.error(f"--thaw-at is {given.thaw_at}, --freeze-at {given.freeze_at}: a member freezes before it goes on")
+        parser.error(
+            f"--thaw-at is {given.thaw_at}, --freeze-at {given.freeze_at}: a member freezes before it goes on"
+        )
     return given
 
 

@@ -1,7 +1,9 @@
 """The REST API of the jobs that a process leads: token, request id, limit of the body, routes, problems.
 
-request -> Guarded -> of a page at a standby: ForwardedToLeader -> Bounded -> EveryMethod (middleware.py) -> route: decode -> the job's master -> encode
-               └─ requests for every task: DirectTaskLeases (routes/tasks.py), without FastAPI                 every error -> problem+json
+request -> Guarded -> of a page at a standby: ForwardedToLeader -> Bounded -> EveryMethod (middleware.py) ->
+    route: decode -> the job's master -> encode
+               └─ requests for every task: DirectTaskLeases (routes/tasks.py), without FastAPI
+                   every error -> problem+json
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ CALM_S = 1.0  # from the start, or from the last look in a takeover
 log = telemetry.logger("rest")
 
 DESCRIPTION = (
-    "Control plane of Trireme jobs: tasks, members, progress. Everything of a job is below /v1/jobs/{job}; while there is one job "
+    "Control plane of Trireme jobs: tasks, members, progress. Everything of a job is below "
+    "/v1/jobs/{job}; while there is one job "
     "only, below /v1, too (/v1/job, /v1/tasks, ...). Errors are RFC 9457 problem details."
 )
 
@@ -57,7 +60,8 @@ OF_ONE_JOB = (
 
 
 def make_app(jobs: JobsLed, access: Access | None = None, logs_of: LogSource | None = None) -> ASGIApp:
-    """The application. `access` None: it needs no token and answers at loopback names only. `logs_of` None: it serves no logs."""
+    """The application. `access` None: it needs no token and answers at loopback names only. `logs_of` None:
+    it serves no logs."""
     return guarded(make_api(jobs, logs_of), jobs, access)
 
 
@@ -70,8 +74,9 @@ def guarded(
 
 
 async def warm_up(api: FastAPI, jobs: JobsLed, calm_s: float = CALM_S) -> None:
-    """Make what routes need at their first requests (validators, the document), before somebody waits for it: half a second of a
-    processor, in a thread, so that requests get their turns. Not while `jobs` are taken over: that goes first."""
+    """Make what routes need at their first requests (validators, the document), before somebody waits for it:
+    half a second of a processor, in a thread, so that requests get their turns. Not while `jobs` are taken
+    over: that goes first."""
     while True:
         await asyncio.sleep(calm_s)
         try:
@@ -113,7 +118,8 @@ def api_of(*, clustered: bool) -> FastAPI:
     if clustered:
         for routes in (jobs.router, jobs.pool, jobs.schedules, events.of_cluster):
             app.include_router(routes)
-    for prefix, of_job in (("/v1/jobs/{job}", "/v1/jobs/{job}"), ("/v1", "/v1/job")):  # the second: of the only job
+    # the second: of the only job
+    for prefix, of_job in (("/v1/jobs/{job}", "/v1/jobs/{job}"), ("/v1", "/v1/job")):
         named = "{job}" in prefix
         parameters = [Depends(job_in_path)] if named else []
         if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too

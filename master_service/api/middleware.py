@@ -39,7 +39,8 @@ OF_ONE_MEMBER = frozenset({"suspect", "failures"})  # members/{member_id}/...
 
 
 def role_needed(method: str, path: str) -> Role | None:
-    """The role that a path, or a path template, needs. A route that is not named here needs an admin. None: no token is needed.
+    """The role that a path, or a path template, needs. A route that is not named here needs an admin. None:
+    no token is needed.
 
     GET, HEAD, OPTIONS ─► viewer      what trainers report and ask for ─► member      everything else, also what does not exist ─► admin
     """
@@ -111,13 +112,15 @@ forwarding_log = telemetry.logger("forwarding")
 
 
 class ForwardedToLeader:
-    """Requests that a standby answers through the leader, if they ask for it: `Trireme-Forward: leader`. ASGI, around `app`, within the checks of who asks.
+    """Requests that a standby answers through the leader, if they ask for it: `Trireme-Forward: leader`.
+    ASGI, around `app`, within the checks of who asks.
 
-    request ─► standby ── token, Host and Origin are checked here ──► leader ── its own checks ──► answer, piece by piece
+    request ─► standby ── token, Host and Origin are checked here ──► leader ── its own checks ──► answer,
+        piece by piece
 
-    For pages: a browser shows a page of the master that it was opened at, and may not ask another one. Programs follow `details.leader` of
-    NOT_LEADER by themselves. A request is passed on once: the leader of a moment ago answers NOT_LEADER, and it comes again.
-    `tls`: for leaders at https.
+    For pages: a browser shows a page of the master that it was opened at, and may not ask another one.
+    Programs follow `details.leader` of NOT_LEADER by themselves. A request is passed on once: the leader of a
+    moment ago answers NOT_LEADER, and it comes again. `tls`: for leaders at https.
     """
 
     def __init__(self, app: ASGIApp, jobs: JobsLed, tls: ssl.SSLContext | None = None) -> None:
@@ -150,7 +153,11 @@ class ForwardedToLeader:
             return ""
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
-        if headers.get(FORWARD_HEADER) != FORWARD_WANTED or not length.isdigit() or int(length) > MAX_BODY_BYTES:
+        if (
+            headers.get(FORWARD_HEADER) != FORWARD_WANTED
+            or not length.isdigit()
+            or int(length) > MAX_BODY_BYTES
+        ):
             return ""
         try:
             self._jobs.check_leading()
@@ -191,7 +198,9 @@ class ForwardedToLeader:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            forwarding_log.info("leader_does_not_answer", leader=leader, cause=f"{type(error).__name__}: {error}")
+            forwarding_log.info(
+                "leader_does_not_answer", leader=leader, cause=f"{type(error).__name__}: {error}"
+            )
             if begun:
                 raise  # the connection is cut, so that half an answer is not taken for a whole one
             return False
@@ -223,8 +232,8 @@ log = telemetry.logger("rest")
 
 
 class Bounded:
-    """Around all routes: an id for every request (or the caller's own), bodies up to MAX_BODY_BYTES, text that can be
-    encoded again, bugs as problems."""
+    """Around all routes: an id for every request (or the caller's own), bodies up to MAX_BODY_BYTES, text
+    that can be encoded again, bugs as problems."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -267,7 +276,8 @@ class Bounded:
 
 
 async def read_body(receive: Receive) -> bytes | None:
-    """The whole body; None if the connection was closed before its end: then nobody waits for an answer. Raises TooLarge."""
+    """The whole body; None if the connection was closed before its end: then nobody waits for an answer.
+    Raises TooLarge."""
     body = bytearray()
     while True:
         message = await receive()
@@ -297,8 +307,8 @@ def replayed(body: bytes, receive: Receive, check: Callable[[bytes], None] | Non
 
 
 def _check_text(body: bytes) -> None:
-    """Raises HTTPException for JSON that is nested too deep; and for a lone surrogate: Python's JSON takes it, but it cannot be
-    encoded again, for etcd say."""
+    """Raises HTTPException for JSON that is nested too deep; and for a lone surrogate: Python's JSON takes
+    it, but it cannot be encoded again, for etcd say."""
     if max(body.count(b"["), body.count(b"{")) >= DEPTH:
         try:
             from_json(body)
@@ -310,16 +320,22 @@ def _check_text(body: bytes) -> None:
         try:
             from_json(body)
         except ValueError as error:
-            msg = f"the body is no JSON, or half a surrogate pair (\\ud800 to \\udfff) stands in its text: {error}; send valid Unicode"
+            msg = (
+                "the body is no JSON, or half a surrogate pair (\\ud800 to \\udfff) stands in its "
+                f"text: {error}; send valid Unicode"
+            )
             raise HTTPException(422, msg) from error
 
 
 def _too_large(size: int) -> TooLarge:
-    return TooLarge(f"the body has {size} bytes or more, at most {MAX_BODY_BYTES} are taken; send it in parts")
+    return TooLarge(
+        f"the body has {size} bytes or more, at most {MAX_BODY_BYTES} are taken; send it in parts"
+    )
 
 
 class EveryMethod:
-    """What every path has in common: HEAD, OPTIONS, and that what would be ignored in silence is refused. ASGI, around `app`.
+    """What every path has in common: HEAD, OPTIONS, and that what would be ignored in silence is refused.
+    ASGI, around `app`.
 
     HEAD    ─► as GET, without the body
     OPTIONS ─► 204 with Allow; no CORS headers: pages of other sites get nothing
@@ -365,13 +381,23 @@ class EveryMethod:
                 wrong[name] = f"is not known; {', '.join(sorted(known)) or 'nothing'} can be given"
             elif given.count(name) > 1:
                 wrong[name] = "is given more than once"
-        return tuple(ProblemPart(location=f"query.{name[:200]}", message=text) for name, text in wrong.items())
+        return tuple(
+            ProblemPart(location=f"query.{name[:200]}", message=text) for name, text in wrong.items()
+        )
 
     def _not_compared(self, method: str, path: str) -> tuple[ProblemPart, ...]:
         """A caller who names a version relies on it."""
-        if method == "GET" or method not in self._paths.methods(path) or self._paths.takes_if_match(method, path):
+        if (
+            method == "GET"
+            or method not in self._paths.methods(path)
+            or self._paths.takes_if_match(method, path)
+        ):
             return ()
-        return (ProblemPart(location="header.If-Match", message="is not taken here: no version would be compared"),)
+        return (
+            ProblemPart(
+                location="header.If-Match", message="is not taken here: no version would be compared"
+            ),
+        )
 
 
 def _head_of(send: Send) -> Send:

@@ -54,7 +54,9 @@ def problem_of(error: TriremeError, request_id: str) -> Problem:
 def problem_of_bug(request_id: str) -> Problem:
     """The answer to a request that met a bug; the log has the details."""
     hint = f"look for {request_id} in the master's log"
-    return problem_of(TriremeError("the master failed at this request; its log has the reason", hint=hint), request_id)
+    return problem_of(
+        TriremeError("the master failed at this request; its log has the reason", hint=hint), request_id
+    )
 
 
 def invalid(parts: Sequence[ProblemPart], request_id: str) -> Problem:
@@ -95,7 +97,10 @@ def install(app: FastAPI, paths: DocumentedPaths) -> None:
         elif error.status_code == 405:
             await paths.ready()
             allowed = paths.allowed(request.url.path)
-            headers = {**{k: v for k, v in headers.items() if k.lower() != "allow"}, "Allow": ", ".join(allowed)}
+            headers = {
+                **{k: v for k, v in headers.items() if k.lower() != "allow"},
+                "Allow": ", ".join(allowed),
+            }
             detail = f"{request.method} is not possible on {request.url.path}; {', '.join(allowed)} are"
         problem = Problem(
             title=HTTPStatus(error.status_code).phrase,

@@ -149,8 +149,9 @@ def asked_task(job: Job, asked: AskedTask) -> TaskView:
 
 
 def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_token: str) -> TaskPage:
-    """In order of number. TODO and DONE tasks are found by a scan of SCANNED_AT_ONCE tasks a page: a page may be short, or
-    empty, and still have a next one. Raises NotFound without such a queue, InvalidArgument for a bad token."""
+    """In order of number. TODO and DONE tasks are found by a scan of SCANNED_AT_ONCE tasks a page: a page may
+    be short, or empty, and still have a next one. Raises NotFound without such a queue, InvalidArgument for a
+    bad token."""
     queue = job.queues.get(kind)
     if queue is None:
         raise NotFound(f"the job has no {kind} tasks")
@@ -338,7 +339,10 @@ def events(kept: EventLog, after: int, page_size: int) -> EventPage:
     kept.check(after)
     found = tuple(kept.after(after, page_size))
     return EventPage(
-        events=found, next_after=found[-1].event_id if found else after, oldest=kept.oldest, newest=kept.newest
+        events=found,
+        next_after=found[-1].event_id if found else after,
+        oldest=kept.oldest,
+        newest=kept.newest,
     )
 
 
@@ -347,7 +351,8 @@ def events(kept: EventLog, after: int, page_size: int) -> EventPage:
 
 @dataclass(frozen=True, slots=True)
 class KeptMetrics:
-    """`known`: whole steps before this one are in `epochs`. `timeline`: what earlier ones say of steps from `done` on does not count."""
+    """`known`: whole steps before this one are in `epochs`. `timeline`: what earlier ones say of steps from
+    `done` on does not count."""
 
     table: SeriesTable
     epochs: Mapping[int, Epoch]
@@ -365,7 +370,8 @@ def metrics(kept: Metrics, metric: str, page_size: int, page_token: str) -> Metr
     numbers = sorted(number for number in series if number > after)
     page, more = page_of(numbers, 0, page_size)
     points = tuple(
-        MetricPoint(number=n, loss=series[n].loss, records=series[n].records, skipped=series[n].skipped) for n in page
+        MetricPoint(number=n, loss=series[n].loss, records=series[n].records, skipped=series[n].skipped)
+        for n in page
     )
     return MetricPage(metric=metric, points=points, next_page_token=str(page[-1]) if more else "")
 
@@ -381,7 +387,9 @@ def evaluations(found: Sequence[Evaluation], page_size: int, page_token: str) ->
 def series_page(table: SeriesTable, page_size: int, page_token: str) -> SeriesPage:
     """In the order of their names."""
     page, token = page_of(sorted(table.by_name), offset_of(page_token), page_size)
-    return SeriesPage(series=tuple(_summary(name, table.by_name[name]) for name in page), next_page_token=token)
+    return SeriesPage(
+        series=tuple(_summary(name, table.by_name[name]) for name in page), next_page_token=token
+    )
 
 
 def series_points(kept: KeptMetrics, name: str, first: int, last: int, most: int) -> SeriesPoints:
@@ -433,7 +441,9 @@ def epoch_points(kept: KeptMetrics, name: str, first: int, last: int, most: int)
 def _summary(name: str, series: Series) -> SeriesSummary:
     steps = [bucket.step for bucket in series]
     last = steps[-1] + series.width - 1
-    return SeriesSummary(name=name, first_step=steps[0], last_step=last, points=len(steps), width=series.width)
+    return SeriesSummary(
+        name=name, first_step=steps[0], last_step=last, points=len(steps), width=series.width
+    )
 
 
 # ------------------------------------------------------------------ pages of lists

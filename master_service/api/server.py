@@ -1,10 +1,11 @@
-"""Serves the REST application: uvicorn, without its signal handlers (trireme_shared.platform.runtime.service has them), one write an answer.
+"""Serves the REST application: uvicorn, without its signal handlers (trireme_shared.platform.runtime.service
+has them), one write an answer.
 
-uvicorn writes head and body of an answer apart, and uvloop passes each to the kernel at once: twice the system calls, and the
-client wakes up twice. `Connection` joins the writes of one turn of the event loop.
+uvicorn writes head and body of an answer apart, and uvloop passes each to the kernel at once: twice the
+system calls, and the client wakes up twice. `Connection` joins the writes of one turn of the event loop.
 
-Connections are bounded: by the time that a request or a TLS handshake may take, by the bytes of a request's head, by their number
-for each peer.
+Connections are bounded: by the time that a request or a TLS handshake may take, by the bytes of a request's
+head, by their number for each peer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ CLOSING_S = 2
 PER_PEER = 4096  # and at most half of the files that the process may open: etcd needs some
 TELL_S = 5.0  # refused connections are logged together, so often at most
 COUNTS_HEADS = hasattr(HttpProtocol, "on_headers_complete")  # h11 has a limit of its own
-TOO_LARGE_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+TOO_LARGE_HEAD = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
 _NOTHING = object()
 
 log = telemetry.logger("server")
@@ -43,8 +46,9 @@ log = telemetry.logger("server")
 
 @dataclass(slots=True)
 class Connections:
-    """Their limits, and how many each peer has. A connection is cut if a request (the first one counts from the start of the
-    connection) has not arrived after one to two times `request_s`. A peer is an address: many trainers may share one."""
+    """Their limits, and how many each peer has. A connection is cut if a request (the first one counts from
+    the start of the connection) has not arrived after one to two times `request_s`. A peer is an address:
+    many trainers may share one."""
 
     request_s: float = 10.0
     head_bytes: int = 64 * 1024
@@ -146,7 +150,8 @@ class Connection(HttpProtocol):
         super().on_body(body)
 
     def _look(self, before: object) -> None:
-        """Every `request_s`: cut the connection if it has been waiting for the rest of the same request since the last time."""
+        """Every `request_s`: cut the connection if it has been waiting for the rest of the same request since
+        the last time."""
         if self.transport.is_closing():
             return
         cycle = self.cycle

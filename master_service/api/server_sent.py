@@ -1,7 +1,9 @@
-"""A stream of server-sent events (text/event-stream), as browsers' EventSource and curl read it. Each has a twin in JSON.
+"""A stream of server-sent events (text/event-stream), as browsers' EventSource and curl read it. Each has a
+twin in JSON.
 
 first messages ─► following(wait_s) ─► id, data ─► ...            nothing for HEARTBEAT_S ─► a comment
-the reader takes nothing for SLOW_S, LIFE_S are over, or `following` raises ─► closed; it comes again with Last-Event-ID
+the reader takes nothing for SLOW_S, LIFE_S are over, or `following` raises
+    ─► closed; it comes again with Last-Event-ID
 
 Nothing is kept for a reader: while it does not take what was sent, nothing more is read for it.
 """
@@ -38,7 +40,10 @@ class Streams:
     def check(self) -> None:
         """Raises TooManyRequests."""
         if self.open >= self.most:
-            msg = f"{self.open} streams of events are open here, at most {self.most} may be; ask with wait_s, or later"
+            msg = (
+                f"{self.open} streams of events are open here, at most {self.most} may be; ask with "
+                "wait_s, or later"
+            )
             raise TooManyRequests(msg)
 
 
@@ -47,12 +52,15 @@ class ServerSent(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Messages, following: Callable[[float], Awaitable[Messages]], streams: Streams) -> None:
+    def __init__(
+        self, first: Messages, following: Callable[[float], Awaitable[Messages]], streams: Streams
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._following, self._streams = first, following, streams
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  as Response's
+    # as Response's
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         self._streams.open += 1
         streaming = asyncio.ensure_future(self._stream(send))
         leaving = asyncio.ensure_future(until_gone(receive))
@@ -73,11 +81,14 @@ class ServerSent(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send(send, f"retry: {RETRY_MS}\n\n{_lines(self._first)}")
             while (left_s := ends - clock.monotonic()) > 0:
-                await self._send(send, _lines(await self._following(min(HEARTBEAT_S, left_s))) or ": still here\n\n")
+                await self._send(
+                    send, _lines(await self._following(min(HEARTBEAT_S, left_s))) or ": still here\n\n"
+                )
         except TimeoutError:
             log.info("reader_is_slow", cause=f"it took nothing for {SLOW_S:g} s")
             return
-        except TriremeError as error:  # not the leader any more, say: the reader comes again, and is told then
+        except TriremeError as error:
+            # not the leader any more, say: the reader comes again, and is told then
             log.info("stream_ends", cause=error.message)
         async with asyncio.timeout(SLOW_S):
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,9 +1,11 @@
-"""What a leader does for jobs that have ended: their trackers get what they lack, and what nobody needs any more is deleted.
+"""What a leader does for jobs that have ended: their trackers get what they lack, and what nobody needs any
+more is deleted.
 
-EndedTrackers   one job at a time, also if the leader that saw its end died, or a tracker was away. What cannot be done within LIMIT_S is
-                tried again later, each time twice as late, ATTEMPTS times
-Retention       jobs whose retention is over, or whose deletion a leader has begun and not finished: one at a time, each in a transaction
-                of its own, after its files. One whose files cannot be deleted is tried again later
+EndedTrackers   one job at a time, also if the leader that saw its end died, or a tracker was away. What
+                cannot be done within LIMIT_S is tried again later, each time twice as late, ATTEMPTS times
+Retention       jobs whose retention is over, or whose deletion a leader has begun and not finished: one at a
+                time, each in a transaction of its own, after its files. One whose files cannot be deleted is
+                tried again later
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class EndedTrackers:
         jobs, now = self._cluster.state.jobs, clock.monotonic()
         led = {name for name in jobs if self._cluster.leads(name)}
         self._over = {name for name in self._over if name in jobs and name not in led}
-        self._attempts = {name: each for name, each in self._attempts.items() if name in jobs and name not in led}
+        self._attempts = {
+            name: each for name, each in self._attempts.items() if name in jobs and name not in led
+        }
         return [
             job
             for name, job in jobs.items()
@@ -112,7 +116,9 @@ class EndedTrackers:
         log.warning("trackers_unfinished", job=name, attempt=attempts.done, of=ATTEMPTS, cause=cause)
         if attempts.done == ATTEMPTS:
             self._over.add(name)
-            message = f"trackers of job {name} did not get its end: {cause}. Its stored metrics have everything"
+            message = (
+                f"trackers of job {name} did not get its end: {cause}. Its stored metrics have everything"
+            )
             self._tell([Event("tracker_given_up", message, {"job": name})])
 
 

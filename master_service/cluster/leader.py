@@ -1,6 +1,7 @@
 """The master of a cluster without REST: it leads every ACTIVE job, or stands by until it may.
 
-run(): lease -> campaign for cluster/lock -> take over -> ClusterTerm ... lock or lease lost -> again, with nothing in memory
+run(): lease -> campaign for cluster/lock -> take over -> ClusterTerm ... lock or lease lost -> again, with
+nothing in memory
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ log = telemetry.logger("cluster")
 
 @dataclass(eq=False, repr=False)
 class ClusterMaster(Leads[ClusterTerm]):
-    """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place of their own. `job_retention_s`: so long after its
-    end a job is deleted; None: never."""
+    """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place
+    of their own. `job_retention_s`: so long after its end a job is deleted; None: never."""
 
     etcd: Etcd
     keys: ClusterKeys
@@ -77,7 +78,8 @@ class ClusterMaster(Leads[ClusterTerm]):
     # ---------------------------------------------------------------- life
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Lead or stand by until `stopping`, then give up the lease at once. Raises errors that a new term would meet again."""
+        """Lead or stand by until `stopping`, then give up the lease at once. Raises errors that a new term
+        would meet again."""
         await stand(self.etcd, self.ttl_s, stopping, self._lead)
 
     async def _lead(self, lease: Lease) -> None:
@@ -143,7 +145,8 @@ class ClusterMaster(Leads[ClusterTerm]):
         return [led.master for led in self.current_term.jobs.values()] if self.current_term else []
 
     def find(self, job: str | None) -> Master:
-        """None: the only job. Raises NotFound; Conflict if there are several, or the job is not ACTIVE; NotLeader, NotReady."""
+        """None: the only job. Raises NotFound; Conflict if there are several, or the job is not ACTIVE;
+        NotLeader, NotReady."""
         term = self.term
         if job is None:
             job = self._only_job(term.state)
@@ -160,7 +163,9 @@ class ClusterMaster(Leads[ClusterTerm]):
             raise NotFound("this cluster has no job yet", hint="`trireme submit SCRIPT` starts one")
         if len(state.jobs) > 1:
             names = ", ".join(sorted(state.jobs)[:5])
-            msg = f"this cluster has {len(state.jobs)} jobs ({names}, ...): say which, as /v1/jobs/{{job}}/..."
+            msg = (
+                f"this cluster has {len(state.jobs)} jobs ({names}, ...): say which, as /v1/jobs/{{job}}/..."
+            )
             raise Conflict(msg)
         return next(iter(state.jobs))
 
@@ -173,14 +178,21 @@ class ClusterMaster(Leads[ClusterTerm]):
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
         """Raises Conflict, InvalidArgument, NotFound."""
-        return await self._decide(lambda state, _: cluster_jobs.create(state, job, source, clock.timestamp()), once)
+        return await self._decide(
+            lambda state, _: cluster_jobs.create(state, job, source, clock.timestamp()), once
+        )
 
-    async def pause_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
+    async def pause_job(
+        self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY
+    ) -> ClusterJob:
         """With a checkpoint; its members become free. Raises Conflict, NotFound."""
         return await self._decide(expected.job(name, lambda state, _: cluster_jobs.pause(state, name)), once)
 
-    async def resume_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
-        """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
+    async def resume_job(
+        self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY
+    ) -> ClusterJob:
+        """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound,
+        PeerError."""
         if once is not None:
             await self._decide(once.check)
         if expected is not ANY:  # before anything that precedes the decision
@@ -191,7 +203,9 @@ class ClusterMaster(Leads[ClusterTerm]):
         before = bool(failed_tasks(self.state.task_runs.get(name, {}), "pre"))  # then it never began
         if failed and not before and not await self._opened_again(name):
             msg = f"job {name} has FAILED for good: {self.state.job(name).reason}"
-            raise Conflict(msg, hint="mend its script and submit it under another name, or delete this one first")
+            raise Conflict(
+                msg, hint="mend its script and submit it under another name, or delete this one first"
+            )
         return await self._decide(expected.job(name, lambda state, _: cluster_jobs.resume(state, name)), once)
 
     async def _opened_again(self, name: str) -> bool:
@@ -200,15 +214,20 @@ class ClusterMaster(Leads[ClusterTerm]):
             return True
         return (await self.state_of(name)).phase is not Phase.FAILED
 
-    async def cancel_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
+    async def cancel_job(
+        self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY
+    ) -> ClusterJob:
         """Without a checkpoint. Raises Conflict, NotFound."""
         stamp = rfc3339(clock.wall_time())
-        return await self._decide(expected.job(name, lambda state, _: cluster_jobs.cancel(state, name, stamp)), once)
+        return await self._decide(
+            expected.job(name, lambda state, _: cluster_jobs.cancel(state, name, stamp)), once
+        )
 
     async def delete_job(self, name: str, expected: Expected = ANY) -> ClusterJob:
-        """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one deletion, which goes on
-        when its callers leave. Raises Conflict unless it has ended, NotFound."""
-        if self.state.job(name).wanted != "delete":  # a deletion that was begun is finished, whoever asks again
+        """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one
+        deletion, which goes on when its callers leave. Raises Conflict unless it has ended, NotFound."""
+        # a deletion that was begun is finished, whoever asks again
+        if self.state.job(name).wanted != "delete":
             await self._begin_delete(name, expected)
         deletion = self._deletions.get(name)
         if deletion is None:
@@ -218,7 +237,8 @@ class ClusterMaster(Leads[ClusterTerm]):
 
     def _deletion_ended(self, name: str, deletion: asyncio.Task[ClusterJob]) -> None:
         del self._deletions[name]
-        if not deletion.cancelled() and (error := deletion.exception()) is not None:  # its callers may have left
+        # its callers may have left
+        if not deletion.cancelled() and (error := deletion.exception()) is not None:
             log.info("deletion_ended", job=name, cause=str(error))
 
     async def _begin_delete(self, name: str, expected: Expected) -> None:
@@ -244,22 +264,32 @@ class ClusterMaster(Leads[ClusterTerm]):
     ) -> JobSchedule:
         """Raises Conflict, InvalidArgument."""
         now = clock.wall_time()
-        return await self._decide(lambda state, _: cluster_jobs.create_schedule(state, schedule, source, now), once)
+        return await self._decide(
+            lambda state, _: cluster_jobs.create_schedule(state, schedule, source, now), once
+        )
 
     async def delete_schedule(self, name: str, expected: Expected = ANY) -> JobSchedule:
         """Its jobs stay. Raises NotFound."""
-        return await self._decide(expected.schedule(name, lambda state, _: cluster_jobs.delete_schedule(state, name)))
+        return await self._decide(
+            expected.schedule(name, lambda state, _: cluster_jobs.delete_schedule(state, name))
+        )
 
-    async def drain_member(self, member: str, once: Once[Place] | None = None, expected: Expected = ANY) -> Place:
+    async def drain_member(
+        self, member: str, once: Once[Place] | None = None, expected: Expected = ANY
+    ) -> Place:
         """It gets no work any more, and what it runs leaves in order. Raises NotFound."""
         stamp = clock.timestamp()
         return await self._decide(
             expected.place(member, lambda state, _: cluster_jobs.drain(state, member, stamp)), once
         )
 
-    async def undrain_member(self, member: str, once: Once[Place] | None = None, expected: Expected = ANY) -> Place:
+    async def undrain_member(
+        self, member: str, once: Once[Place] | None = None, expected: Expected = ANY
+    ) -> Place:
         """It may get work again. Raises NotFound."""
-        return await self._decide(expected.place(member, lambda state, _: cluster_jobs.undrain(state, member)), once)
+        return await self._decide(
+            expected.place(member, lambda state, _: cluster_jobs.undrain(state, member)), once
+        )
 
     async def source_of(self, name: str) -> Source:
         """The script that the job runs. Raises NotFound, also for a job whose script was a path."""
@@ -287,7 +317,8 @@ class ClusterMaster(Leads[ClusterTerm]):
         return await self.series.read(name, self.storage(self.state.job(name).spec).series)
 
     async def evaluations_of(self, name: str) -> list[Evaluation]:
-        """Of a job that nobody leads now, those that were done while it trained, in their order. Raises NotFound, PeerError."""
+        """Of a job that nobody leads now, those that were done while it trained, in their order. Raises
+        NotFound, PeerError."""
         self.state.job(name)
         keys = self.keys.keys_of(name)
         read = await self.etcd.txn([], [Get(keys.evaluations, prefix=True), Get(keys.evaluation_status)])

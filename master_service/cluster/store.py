@@ -1,11 +1,13 @@
-"""A cluster's own keys in etcd: a new leader reads them all, one writer changes them, and a watch follows the pool's members.
+"""A cluster's own keys in etcd: a new leader reads them all, one writer changes them, and a watch follows the
+pool's members.
 
 take_over       the address is written under the lock; then every job, schedule, assignment and place is read
 ClusterWriter   decide -> compare-and-set -> answer. One write at a time
 PoolWatch       the registrations of places, which host agents write
 
-Each write compares the cluster's lock (its create_revision is the term) and `cluster/commit`, where the write before has left its
-name. So writes form a chain: a late attempt of an earlier one, or of an earlier leader, is refused.
+Each write compares the cluster's lock (its create_revision is the term) and `cluster/commit`, where the write
+before has left its name. So writes form a chain: a late attempt of an earlier one, or of an earlier leader,
+is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +45,14 @@ from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import TooLarge
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import MasterAddress
-from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, PoolMember, TaskRun
+from trireme_shared.protocol.records.cluster import (
+    Assignment,
+    ClusterJob,
+    Drain,
+    JobSchedule,
+    PoolMember,
+    TaskRun,
+)
 from trireme_shared.protocol.records.operations import KeptAnswer
 
 MAX_CHANGES = 90  # of one transaction
@@ -58,7 +67,8 @@ log = telemetry.logger("cluster.takeover")
 
 @dataclass(frozen=True, slots=True)
 class ClusterTakeover:
-    """What a new leader starts from. `pool`: the keys of the pool at `revision`; its watch continues from the next one."""
+    """What a new leader starts from. `pool`: the keys of the pool at `revision`; its watch continues from the
+    next one."""
 
     commit_revision: int
     revision: int
@@ -118,8 +128,8 @@ class ClusterWriter:
         self._over = False
 
     async def decide(self, decision: Callable[[ClusterState, float], ClusterDecision[A]]) -> A:
-        """The decision's answer, once its changes are in etcd. Raises what the decision raises; LockLost when the term is over (the
-        outcome is then unknown)."""
+        """The decision's answer, once its changes are in etcd. Raises what the decision raises; LockLost when
+        the term is over (the outcome is then unknown)."""
         async with self._turn:
             self._check()
             now = clock.monotonic()
@@ -146,7 +156,8 @@ class ClusterWriter:
         return 0, ()
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Write events that no decision tells, with the next one. They are lost with the term, or if MAX_TOLD wait."""
+        """Write events that no decision tells, with the next one. They are lost with the term, or if MAX_TOLD
+        wait."""
         stamp = clock.timestamp()
         self._told += [(stamp, event) for event in events][: MAX_TOLD - len(self._told)]
 
@@ -158,14 +169,24 @@ class ClusterWriter:
         writes = list(operations(self._keys, changes))
         size = sum(len(write.value) for write in writes if isinstance(write, Put))
         if len(writes) > MAX_CHANGES or size > MAX_BYTES:
-            msg = f"{len(writes)} changes with {size} bytes do not fit into one transaction ({MAX_CHANGES}, {MAX_BYTES} bytes)"
+            msg = (
+                f"{len(writes)} changes with {size} bytes do not fit into one transaction "
+                f"({MAX_CHANGES}, {MAX_BYTES} bytes)"
+            )
             raise TooLarge(msg)
         lock, commit, name = self._lock, self._keys.commit, ids.new_id("cluster").encode()
 
         async def landed(found: TxnResult) -> int:
             holder, marker = found.range(0).first, found.range(1).first
-            if holder is None or holder.create_revision != lock.term or marker is None or marker.value != name:
-                raise LockLost(f"the cluster's lock of term {lock.term} is lost: {commit} has another holder's write")
+            if (
+                holder is None
+                or holder.create_revision != lock.term
+                or marker is None
+                or marker.value != name
+            ):
+                raise LockLost(
+                    f"the cluster's lock of term {lock.term} is lost: {commit} has another holder's write"
+                )
             return marker.mod_revision
 
         write = FencedWrite(
@@ -202,7 +223,9 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
                 for prefix in (job_keys.prefix, keys.below_job(name)):
                     by_key[prefix] = Delete(prefix, prefix=True)
             case PutTaskRun(run):
-                by_key[keys.task_run(run.job, run.name)] = Put(keys.task_run(run.job, run.name), run.to_bytes())
+                by_key[keys.task_run(run.job, run.name)] = Put(
+                    keys.task_run(run.job, run.name), run.to_bytes()
+                )
             case PutAssignment(place, assignment):
                 key = keys.assignment(*place)
                 by_key[key] = Put(key, assignment.to_bytes())
@@ -234,7 +257,9 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
 class PoolWatch:
     """`on_change(place, member)` for each change; None: its registration is gone."""
 
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, on_change: Callable[[Place, PoolMember | None], None]) -> None:
+    def __init__(
+        self, etcd: Etcd, keys: ClusterKeys, on_change: Callable[[Place, PoolMember | None], None]
+    ) -> None:
         self._etcd, self._keys, self._on_change = etcd, keys, on_change
         self._known: set[Place] = set()
 

@@ -1,6 +1,8 @@
-"""One term of a cluster's leader: its schedule, and one JobTerm for each ACTIVE job. They all end with the cluster's lock.
+"""One term of a cluster's leader: its schedule, and one JobTerm for each ACTIVE job. They all end with the
+cluster's lock.
 
-a job, a member or time changes ─► schedule ─► assignments, starts written ─► JobTerms begin; preempted, paused, cancelled ones stop
+a job, a member or time changes ─► schedule ─► assignments, starts written
+    ─► JobTerms begin; preempted, paused, cancelled ones stop
 
 A JobTerm's Master leads the job under the cluster's lease, until the job ends or shall stop:
 lead ─ COMPLETED, FAILED ─► standing written ─► its members leave ─► lock released
@@ -46,7 +48,8 @@ Finish = Callable[[str, Standing, str], Awaitable[None]]
 
 
 class ClusterTerm:
-    """`state` may be read at any time; jobs and assignments change only through `writer`. `make` makes the Master of a job."""
+    """`state` may be read at any time; jobs and assignments change only through `writer`. `make` makes the
+    Master of a job."""
 
     def __init__(
         self,
@@ -107,7 +110,8 @@ class ClusterTerm:
             portions = await self.writer.decide(self._plan)
             self._follow()
             while not portions.done:
-                await self.writer.decide(lambda state, _: portions.next(state))  # noqa: B023  awaited before the next round
+                # awaited before the next round
+                await self.writer.decide(lambda state, _: portions.next(state))  # noqa: B023
                 self._follow()
             if portions.stale:
                 continue
@@ -122,7 +126,9 @@ class ClusterTerm:
     async def _create_due_jobs(self) -> float | None:
         """Those of schedules. Seconds until the next time of one; None: there is none."""
         while True:
-            due = await self.writer.decide(lambda state, _: cluster_jobs.run_due_schedule(state, clock.wall_time()))
+            due = await self.writer.decide(
+                lambda state, _: cluster_jobs.run_due_schedule(state, clock.wall_time())
+            )
             if not due.again:
                 return due.next_look_s
 
@@ -137,7 +143,8 @@ class ClusterTerm:
             asked = leading.job.operations.number_of_trainers_asked()
 
             def follow(state: ClusterState, _: float) -> ClusterDecision[bool]:
-                return follow_resize(state, name, live, pservers, held, asked=asked)  # noqa: B023  awaited before the next round
+                # awaited before the next round
+                return follow_resize(state, name, live, pservers, held, asked=asked)  # noqa: B023
 
             await self.writer.decide(follow)
 
@@ -150,10 +157,12 @@ class ClusterTerm:
         return Decision(portions, first.changes, first.events)
 
     def _present(self) -> dict[str, frozenset[str]]:
-        """Job -> whose processes are its members, for jobs of places that are gone. A job whose members may have lost their leases by a
-        silence of etcd is left out as long as they may come back."""
+        """Job -> whose processes are its members, for jobs of places that are gone. A job whose members may
+        have lost their leases by a silence of etcd is left out as long as they may come back."""
         state, found = self.state, {}
-        for name in {state.assignments[place].job for place in state.gone_since if place in state.assignments}:
+        for name in {
+            state.assignments[place].job for place in state.gone_since if place in state.assignments
+        }:
             leading = self.jobs[name].master.current_term if name in self.jobs else None
             if leading is not None and may_return_s(self._etcd.silent_at, leading.job.spec.lease_ttl_s) <= 0:
                 found[name] = leading.job.members.starters()
@@ -200,8 +209,9 @@ class ClusterTerm:
 
 
 class JobTerm:
-    """`finish(job, standing, reason)` writes where the job is now. `on_resize()`: the job has other numbers of members, or other
-    parameter servers. `on_members()`: other members, or they say something else. Run `run`."""
+    """`finish(job, standing, reason)` writes where the job is now. `on_resize()`: the job has other numbers
+    of members, or other parameter servers. `on_members()`: other members, or they say something else. Run
+    `run`."""
 
     def __init__(
         self,
@@ -229,13 +239,15 @@ class JobTerm:
         return f"<JobTerm {self.job}: {self.master!r}>"
 
     def stop(self, standing: Standing, reason: str) -> None:
-        """Leave the job: PAUSED or QUEUED with a checkpoint, CANCELLED without. A second call changes nothing."""
+        """Leave the job: PAUSED or QUEUED with a checkpoint, CANCELLED without. A second call changes
+        nothing."""
         if self._stop is None:
             self._stop = (standing, reason)
             self._changed.set()
 
     async def run(self) -> None:
-        """Until the job's standing is written and its lock is free. Raises what leading it raised, if that is no TriremeError: nobody leads it then."""
+        """Until the job's standing is written and its lock is free. Raises what leading it raised, if that is
+        no TriremeError: nobody leads it then."""
         leading, ending = asyncio.ensure_future(self._lead()), asyncio.ensure_future(self._until_it_ends())
         try:
             await asyncio.wait([leading, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -259,7 +271,8 @@ class JobTerm:
     # ---------------------------------------------------------------- leading
 
     async def _lead(self) -> None:
-        # a TaskGroup whose children fail while it is cancelled raises their errors, not CancelledError: so `_left` is looked at
+        # a TaskGroup whose children fail while it is cancelled raises their errors, not CancelledError: so
+        # `_left` is looked at
         while self._error is None and not self._left:
             try:
                 await self.master.lead(self._lease)
@@ -269,8 +282,11 @@ class JobTerm:
             await asyncio.sleep(ids.jitter(PAUSE_S))
 
     def _note(self, errors: list[TriremeError]) -> None:
-        """Errors of others are met again, or not, by the next attempt. One that a repetition meets again ends the job."""
-        lasting = [error for error in errors if isinstance(error, CallerError) and not isinstance(error, LeaseLost)]
+        """Errors of others are met again, or not, by the next attempt. One that a repetition meets again ends
+        the job."""
+        lasting = [
+            error for error in errors if isinstance(error, CallerError) and not isinstance(error, LeaseLost)
+        ]
         log.warning("job_left", job=self.job, cause="; ".join(error.message for error in errors))
         if lasting:
             self._error = lasting[0]
@@ -337,7 +353,9 @@ class JobTerm:
             return
         took_s = round(clock.monotonic() - begin, 3)
         if done.running or done.error_code:
-            self._tell("stopped_unsaved", f"no checkpoint within {took_s} s before the job stops: {done.reason}")
+            self._tell(
+                "stopped_unsaved", f"no checkpoint within {took_s} s before the job stops: {done.reason}"
+            )
 
     def _tell(self, name: str, message: str) -> None:
         self.master.events.add([Event(name, message, {"job": self.job})])
@@ -351,7 +369,8 @@ class JobTerm:
             await asyncio.sleep(PAUSE_S / 5)
 
     async def _release(self, term: int) -> None:
-        """The job's lock and address go, so that the next leader of it need not wait. Best effort: they go with the lease, too."""
+        """The job's lock and address go, so that the next leader of it need not wait. Best effort: they go
+        with the lease, too."""
         keys = self.master.keys
         held = Compare.create(keys.master_lock, "==", term)
         try:

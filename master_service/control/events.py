@@ -1,7 +1,9 @@
-"""The events of what a process leads: logged here, kept in the log that etcd has, and waited for by those who follow them.
+"""The events of what a process leads: logged here, kept in the log that etcd has, and waited for by those who
+follow them.
 
 a decision's events ── in the transaction of its changes ──┐
-add(events) ── with the next transaction ──────────────────┴─► EventLog, in etcd ─► announce: whoever waits looks again
+add(events) ── with the next transaction ──────────────────┴─► EventLog, in etcd
+    ─► announce: whoever waits looks again
 """
 
 from __future__ import annotations
@@ -45,14 +47,18 @@ class EventFeed:
             self._tell(events)
 
     def announce(self, events: Sequence[Event]) -> None:
-        """Log these. Whoever waits for news looks again: there are these, or others that were logged before are in etcd now."""
+        """Log these. Whoever waits for news looks again: there are these, or others that were logged before
+        are in etcd now."""
         for event in events:
-            fields = {f"of_{name}" if name in ("event", "level") else name: v for name, v in event.fields.items()}
+            fields = {
+                f"of_{name}" if name in ("event", "level") else name: v for name, v in event.fields.items()
+            }
             log.info(event.name, message=event.message, **fields)
         self._wake()
 
     def after(self, event_id: int, limit: int) -> list[EventRecord]:
-        """Events with a larger id that are kept, the oldest first; the newest of them may not be in etcd yet."""
+        """Events with a larger id that are kept, the oldest first; the newest of them may not be in etcd
+        yet."""
         return self._log().after(event_id, limit)
 
     async def next(self, limit_s: float) -> None:
@@ -62,7 +68,11 @@ class EventFeed:
     async def beyond(self, cursor: int, limit_s: float) -> None:
         """Wait until there is an event after the cursor, or the term ends, at most `limit_s`."""
         deadline = clock.monotonic() + limit_s
-        while self._tell is not None and self._log().newest <= cursor and (left_s := deadline - clock.monotonic()) > 0:
+        while (
+            self._tell is not None
+            and self._log().newest <= cursor
+            and (left_s := deadline - clock.monotonic()) > 0
+        ):
             await self.next(left_s)
 
     def _wake(self) -> None:

@@ -1,11 +1,13 @@
-"""The leader ends a member's registration: only while it holds its lock, and only the very registration that it means.
+"""The leader ends a member's registration: only while it holds its lock, and only the very registration that
+it means.
 
-lock held, key under that lease --one transaction--> key deleted --> lease revoked, with whatever else it holds
+lock held, key under that lease --one transaction--> key deleted --> lease revoked, with whatever else it
+    holds
    |           `-- key under another lease: it belongs to a newer registration, nothing is done
    `-- lock lost: LockLost
 
-A frozen member answers nothing, and its lease tells when it is over: etcd ends it up to 0.5 s later. The leases of members that others suspect are
-looked at (`LeaseEnd`), and ended when their time is over.
+A frozen member answers nothing, and its lease tells when it is over: etcd ends it up to 0.5 s later. The
+leases of members that others suspect are looked at (`LeaseEnd`), and ended when their time is over.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ log = telemetry.logger("evictions")
 
 
 class Evictions:
-    """`lock` None: of a trainer of a masterless job that does not sweep; it ends only members that it knows to be dead. `ended`: names
-    of members whose registration was ended."""
+    """`lock` None: of a trainer of a masterless job that does not sweep; it ends only members that it knows
+    to be dead. `ended`: names of members whose registration was ended."""
 
     def __init__(self, etcd: Etcd, keys: Keys, lock: HeldLock | None) -> None:
         self._etcd, self._keys, self._lock = etcd, keys, lock
         self.ended: set[str] = set()
         self._watched: set[int] = set()
-        self._suspects: asyncio.Queue[tuple[TrainerMember | PserverMember, float]] = asyncio.Queue()  # of those watched
+        # of those watched
+        self._suspects: asyncio.Queue[tuple[TrainerMember | PserverMember, float]] = asyncio.Queue()
 
     async def run(self) -> None:
         """Look at the leases of suspects. Until cancelled."""
@@ -48,7 +51,8 @@ class Evictions:
                 group.create_task(self._end_overdue(*await self._suspects.get()))
 
     def suspect(self, member: TrainerMember | PserverMember, ttl_s: float) -> None:
-        """Somebody waits for that member: `run` ends its lease as soon as that is over, unless it is renewed."""
+        """Somebody waits for that member: `run` ends its lease as soon as that is over, unless it is
+        renewed."""
         if member.lease and member.lease not in self._watched and len(self._watched) < WATCHED:
             self._watched.add(member.lease)
             self._suspects.put_nowait((member, ttl_s))
@@ -73,7 +77,8 @@ class Evictions:
             self._watched.discard(member.lease)
 
     async def end(self, member: TrainerMember | PserverMember, cause: str) -> bool:
-        """Whether that registration is over now. Raises LockLost; DeadlineExceeded if etcd does not answer."""
+        """Whether that registration is over now. Raises LockLost; DeadlineExceeded if etcd does not
+        answer."""
         if not member.lease:
             return False
         name, key = self._place(member)
@@ -102,7 +107,9 @@ class Evictions:
 
     def _check(self, name: str, deadline: float) -> None:
         if self._lock is not None and not self._lock.lease.alive:
-            raise LockLost("the leader's lease ran out before it could end a member's registration; ask its successor")
+            raise LockLost(
+                "the leader's lease ran out before it could end a member's registration; ask its successor"
+            )
         if clock.monotonic() > deadline:
             raise DeadlineExceeded(f"etcd did not answer within {LIMIT_S:g} s whether {name} is evicted")
 
@@ -117,8 +124,9 @@ class Evictions:
 
 
 class LeaseEnd:
-    """When a lease's time is over, by what etcd says is left of it: whole seconds, rounded down, so the moment in which it is one less tells more. etcd renews
-    no lease whose time is over: who ends it then takes nothing from its holder.
+    """When a lease's time is over, by what etcd says is left of it: whole seconds, rounded down, so the
+    moment in which it is one less tells more. etcd renews no lease whose time is over: who ends it then takes
+    nothing from its holder.
 
     `renewed`: since the first answer. `over`: its time is."""
 
@@ -127,7 +135,9 @@ class LeaseEnd:
         self._asked = -math.inf  # when etcd was asked last
         self._over_by = self._first = (
             math.inf
-        )  # when it is surely over unless it is renewed, by all answers since it may have been, and by the first one
+            # when it is surely over unless it is renewed, by all answers since it may have been, and by the
+            # first one
+        )
         self.renewed = self.over = False
 
     def take(self, asked: float, answered: float, left_s: int) -> None:

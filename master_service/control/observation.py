@@ -1,5 +1,5 @@
-"""What an explanation needs beside the job: who renews its lease, whether etcd answers and takes writes, who initialises; and for whom a job
-waits that makes no progress.
+"""What an explanation needs beside the job: who renews its lease, whether etcd answers and takes writes, who
+initialises; and for whom a job waits that makes no progress.
 
 Each question to etcd has a limit of ANSWER_S; an unanswered one is itself an observation.
 """
@@ -28,10 +28,12 @@ ASKED = 100  # members whose leases are looked at
 
 
 class StallWatch:
-    """Members that have not renewed their leases for a while, or are gone, while the job makes no progress. It looks only when it is asked.
+    """Members that have not renewed their leases for a while, or are gone, while the job makes no progress.
+    It looks only when it is asked.
 
     progress ─► nothing to tell
-    none for STALL_S ─► etcd is asked how old each member's last renewal is ─► "waiting for pserver-0, silent for 14 s"
+    none for STALL_S ─► etcd is asked how old each member's last renewal is
+        ─► "waiting for pserver-0, silent for 14 s"
 
     `text`: empty while the job makes progress, and while nobody is silent: a step may take long.
     """
@@ -67,7 +69,8 @@ class StallWatch:
         self.text = waiting_for(job, self._heard, now)
 
     async def silent(self, job: Job) -> dict[str, float]:
-        """Members that have not renewed their leases for a while, asked now, whether or not the job makes progress -> seconds."""
+        """Members that have not renewed their leases for a while, asked now, whether or not the job makes
+        progress -> seconds."""
         async with self._looking:
             now = clock.monotonic()
             await self._ask_all(job, now)
@@ -113,7 +116,8 @@ ERROR_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What was trained, as far as this process knows. `moved_at`: when anything was last reported as trained (-inf: never)."""
+    """What was trained, as far as this process knows. `moved_at`: when anything was last reported as trained
+    (-inf: never)."""
 
     moved_at: float
     records_per_s: float
@@ -138,8 +142,9 @@ class Observer:
         given: int | None = None,
         why_fewer: Mapping[Kind, str] | None = None,
     ) -> Situation:
-        """`unrenewed_s`: since the leader's own lease was renewed. `reported`: (time, task or "", failure). `given`,
-        `why_fewer`: as in Situation. Waits at most ANSWER_S for each of etcd's answers, which are asked for at the same time."""
+        """`unrenewed_s`: since the leader's own lease was renewed. `reported`: (time, task or "", failure).
+        `given`, `why_fewer`: as in Situation. Waits at most ANSWER_S for each of etcd's answers, which are
+        asked for at the same time."""
         async with asyncio.TaskGroup() as group:
             silent = group.create_task(self._stall.silent(job))
             space = group.create_task(self._space())

@@ -34,7 +34,11 @@ class OperationRunner:
     """`look_again` after each change of the members or the state. `why_fewer`: see TaskService."""
 
     def __init__(
-        self, writer: Writer, storage: JobStorage, events: EventFeed, why_fewer: Callable[[Kind], str] = lambda _: ""
+        self,
+        writer: Writer,
+        storage: JobStorage,
+        events: EventFeed,
+        why_fewer: Callable[[Kind], str] = lambda _: "",
     ) -> None:
         self._writer, self._storage, self._events, self._why_fewer = writer, storage, events, why_fewer
         self._changed = asyncio.Event()
@@ -54,13 +58,17 @@ class OperationRunner:
         self, key: str, cause: str, checkpoint_id: str, once: Once[Operation] | None = None
     ) -> Operation:
         """Raises Conflict, NotFound. If files are damaged the operation fails before anything is stopped."""
-        return await self._begin(self._asked(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id), key, once)
+        return await self._begin(
+            self._asked(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id), key, once
+        )
 
     async def verify_checkpoint(
         self, key: str, cause: str, checkpoint_id: str, once: Once[Operation] | None = None
     ) -> Operation:
         """Raises Conflict, NotFound."""
-        return await self._begin(self._asked(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id), key, once)
+        return await self._begin(
+            self._asked(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id), key, once
+        )
 
     async def create_resize(
         self,
@@ -84,7 +92,9 @@ class OperationRunner:
 
         return await self._begun(decide, once)
 
-    def predict_resize(self, trainers: int | None, pservers: int | None, strategy: Strategy) -> ResizePrediction:
+    def predict_resize(
+        self, trainers: int | None, pservers: int | None, strategy: Strategy
+    ) -> ResizePrediction:
         """What would move. Raises InvalidArgument, Conflict."""
         job = self._writer.job
         return resize.predict(job, resize.wanted(job, trainers, pservers, strategy))
@@ -92,7 +102,9 @@ class OperationRunner:
     async def cancel_resize(self, operation_id: str, once: Once[Operation] | None = None) -> Operation:
         """Raises NotFound, Conflict."""
         stamp = clock.timestamp()
-        return await self._begun(lambda job, _: resize.cancel(job, job.operations.find(operation_id), stamp), once)
+        return await self._begun(
+            lambda job, _: resize.cancel(job, job.operations.find(operation_id), stamp), once
+        )
 
     def get(self, operation_id: str) -> Operation:
         """With what it waits for now. Raises NotFound."""
@@ -173,7 +185,9 @@ class OperationRunner:
 
     async def _verify(self, operation: Operation) -> None:
         error, stamp = await self._damage(operation), clock.timestamp()
-        await self._writer.decide(lambda job, _: operations.verified(job, operation.operation_id, error, stamp))
+        await self._writer.decide(
+            lambda job, _: operations.verified(job, operation.operation_id, error, stamp)
+        )
 
     async def _damage(self, operation: Operation) -> CheckpointUnusable | None:
         """What is wrong with the files."""
@@ -192,16 +206,22 @@ class OperationRunner:
                 await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
             else:
                 return None
-        return CheckpointUnusable(f"checkpoint {ref.uuid} could not be read {STORAGE_TRIES} times: {failed!r}")
+        return CheckpointUnusable(
+            f"checkpoint {ref.uuid} could not be read {STORAGE_TRIES} times: {failed!r}"
+        )
 
 
 class EvaluationRunner:
-    """What a leader does for evaluations while the job trains: it begins each once its checkpoint is committed.
+    """What a leader does for evaluations while the job trains: it begins each once its checkpoint is
+    committed.
 
-    checkpoint committed ─► begun      a later one is the latest, and the result depends on it ─► the job goes back
-    trainers wait for one whose checkpoint does not come within `recovery_timeout_s`, or before that of the last version ─► left out
+    checkpoint committed ─► begun      a later one is the latest, and the result depends on it
+        ─► the job goes back
+    trainers wait for one whose checkpoint does not come within `recovery_timeout_s`, or before that of the
+        last version ─► left out
 
-    Of one term. `look_again` after each change of the members or the checkpoints. `on_rollback`: the job has to go back.
+    Of one term. `look_again` after each change of the members or the checkpoints. `on_rollback`: the job has
+    to go back.
     """
 
     def __init__(self, writer: Writer, on_rollback: Callable[[], None] = lambda: None) -> None:

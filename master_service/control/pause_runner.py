@@ -1,11 +1,14 @@
-"""When the checkpoints of an asynchronous job are taken, and the steps of each pause; which parameter servers are silent in one.
+"""When the checkpoints of an asynchronous job are taken, and the steps of each pause; which parameter servers
+are silent in one.
 
-due: the first one, every so many seconds, an epoch is over, training is over, one was asked for (decisions/operations.py), an evaluation
-is due: the next cut is evaluated
-pause -> all paused, or ANSWER_S are over -> cut -> all copied -> finish
-                                                 `-- silent (FrozenPservers), too slow, or begun by another master: given up
+due: the first one, every so many seconds, an epoch is over, training is over, one was asked for
+(decisions/operations.py), an evaluation is due: the next cut is evaluated pause -> all paused, or ANSWER_S
+are over -> cut -> all copied -> finish
+                                                 `-- silent (FrozenPservers), too slow, or begun by another
+                                                 master: given up
 
-So what a parameter server loses that dies is bounded: `seconds_between`, and the time in which the checkpoint is written.
+So what a parameter server loses that dies is bounded: `seconds_between`, and the time in which the checkpoint
+is written.
 """
 
 from __future__ import annotations
@@ -34,13 +37,16 @@ TTL_LIMIT_S = 1.0
 
 
 class FrozenPservers:
-    """Which parameter servers are silent in a pause, so that a frozen one does not stretch it, and when they answer again. Of one term.
+    """Which parameter servers are silent in a pause, so that a frozen one does not stretch it, and when they
+    answer again. Of one term.
 
-    pause, cut -> copied, or another number of blocks copied, in time                                          -> they answer
-               -> neither for `limit_s` -> the pause is given up, the limit doubles -> it renewed its lease since -> the next pause
+    pause, cut -> copied, or another number of blocks copied, in time
+        -> they answer
+               -> neither for `limit_s` -> the pause is given up, the limit doubles -> it renewed its lease
+               since -> the next pause
 
-    Silence cannot tell a frozen server from a slow one. So after each pause that was given up for it, servers get twice the time, and
-    after a copy at least twice the time that it took.
+    Silence cannot tell a frozen server from a slow one. So after each pause that was given up for it, servers
+    get twice the time, and after a copy at least twice the time that it took.
     """
 
     def __init__(self, etcd: Etcd, lease_ttl_s: float) -> None:
@@ -84,8 +90,8 @@ class FrozenPservers:
         self.limit_s = min(LONGEST_S, max(SILENT_S, 2 * (now - self._cut)))
 
     async def answer_again(self, pservers: Mapping[int, PserverMember]) -> bool:
-        """Whether each that was silent has renewed its lease since, or is another process: the next pause need not wait for them.
-        One question to etcd at most if not."""
+        """Whether each that was silent has renewed its lease since, or is another process: the next pause
+        need not wait for them. One question to etcd at most if not."""
         for index, lease in list(self._silent.items()):
             member = pservers.get(index)
             if member is not None and member.lease == lease:
@@ -104,15 +110,18 @@ LOOK_S = 0.25
 ANSWER_S = 1.0  # trainers that have not paused by then are left out of the pause
 COPY_LIMIT_S = 60.0  # of those that say that they are copying: it takes as long as memory does
 SOON_S = 0.01
-PINNED_S = 30.0  # a checkpoint that is to be evaluated is taken to be lost if it is not committed by then: another one is taken
+# a checkpoint that is to be evaluated is taken to be lost if it is not committed by then: another one is
+# taken
+PINNED_S = 30.0
 SHARE = 9.0  # of checkpoints nobody asked for: after a pause, training runs at least so many times as long
 
 log = telemetry.logger("pause_runner")
 
 
 def seconds_between(every_s: float, copy_s: float = 0.0, frozen_s: float = 0.0) -> float:
-    """How far two checkpoints are apart at most, if no parameter server fails in between. `copy_s`: to copy one in memory.
-    `frozen_s`: one of them is frozen in a pause, and has renewed its lease so long after that pause was given up."""
+    """How far two checkpoints are apart at most, if no parameter server fails in between. `copy_s`: to copy
+    one in memory. `frozen_s`: one of them is frozen in a pause, and has renewed its lease so long after that
+    pause was given up."""
     pause_s = ANSWER_S + LOOK_S + copy_s
     given_up_s = SILENT_S + LOOK_S + copy_s
     waited_s = given_up_s + max(SHARE * given_up_s, frozen_s) + LOOK_S if frozen_s else 0.0
@@ -120,10 +129,12 @@ def seconds_between(every_s: float, copy_s: float = 0.0, frozen_s: float = 0.0) 
 
 
 class PauseRunner:
-    """Of one term. `look_again` after each change of the members. `on_end` is called after each pause: changes of the members
-    during the pause are not handled yet."""
+    """Of one term. `look_again` after each change of the members. `on_end` is called after each pause:
+    changes of the members during the pause are not handled yet."""
 
-    def __init__(self, etcd: Etcd, keys: Keys, writer: Writer, lease: Lease, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, etcd: Etcd, keys: Keys, writer: Writer, lease: Lease, on_end: Callable[[], None]
+    ) -> None:
         self._keys, self._writer, self._lease, self._on_end = keys, writer, lease, on_end
         self._frozen = FrozenPservers(etcd, writer.job.spec.lease_ttl_s)
         self._changed = asyncio.Event()
@@ -134,10 +145,13 @@ class PauseRunner:
         self._epoch = writer.job.training.epoch
         self._final = False
         self._owed = ""  # the cause of a checkpoint that was given up, and is still to be taken
-        self._pinned = (0, 0), 0.0  # the last evaluation whose version was copied (timeline, number), and when
+        # the last evaluation whose version was copied (timeline, number), and when
+        self._pinned = (0, 0), 0.0
 
     def __repr__(self) -> str:
-        return f"<PauseRunner: {f'checkpoint {self._begun.step}' if self._begun else 'no checkpoint'} under way>"
+        return (
+            f"<PauseRunner: {f'checkpoint {self._begun.step}' if self._begun else 'no checkpoint'} under way>"
+        )
 
     def look_again(self) -> None:
         self._changed.set()

@@ -1,11 +1,12 @@
 """The metrics of a job in one term: what the terms before have stored, and what is reported now.
 
-term begins ─► stored files read ─► in memory, answers queries          report ─► memory, and a file every FLUSH_S
+term begins ─► stored files read ─► in memory, answers queries          report
+    ─► memory, and a file every FLUSH_S
 FILES files ─► one with all of it, the others are deleted               term ends ─► what is left is written
 
-What is not stored when a master is killed is asked for by the next one, if it is of whole steps: the owner of lane 0 and the parameter
-servers keep it until it is stored. Else it is lost, at most FLUSH_S of it. A storage that does not answer costs nothing but that: what is
-not written yet stays in memory, bounded.
+What is not stored when a master is killed is asked for by the next one, if it is of whole steps: the owner of
+lane 0 and the parameter servers keep it until it is stored. Else it is lost, at most FLUSH_S of it. A storage
+that does not answer costs nothing but that: what is not written yet stays in memory, bounded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ log = telemetry.logger("series")
 
 
 class Origin(NamedTuple):
-    """The job's timeline; the version with which it began, and the timeline of that version (None: not known); the checkpoints that are kept."""
+    """The job's timeline; the version with which it began, and the timeline of that version (None: not
+    known); the checkpoints that are kept."""
 
     timeline: int = 0
     step: int | None = 0
@@ -45,9 +47,10 @@ class Origin(NamedTuple):
 
 
 class SeriesKeeper:
-    """`files` None: metrics live as long as the term. `skips`: minibatches that are not finite are left out, and counted by step. `origin`:
-    where the job's timeline began. `push_every`: so many minibatches are a step. `leads`: whether the term still
-    holds: a file that is written later would stand before those of the next master, which has not read it. Run `run()` in a TaskGroup."""
+    """`files` None: metrics live as long as the term. `skips`: minibatches that are not finite are left out,
+    and counted by step. `origin`: where the job's timeline began. `push_every`: so many minibatches are a
+    step. `leads`: whether the term still holds: a file that is written later would stand before those of the
+    next master, which has not read it. Run `run()` in a TaskGroup."""
 
     def __init__(
         self,
@@ -64,7 +67,8 @@ class SeriesKeeper:
         self._files, self._term, self._written, self._number = files, term, 0, 1
         self._all, self._fresh = SeriesTable(), SeriesTable()
         self._steps = WholeSteps()
-        self._first, self._stored = 0, 0  # the first whole step in `_fresh`; those before `_stored` are in files
+        # the first whole step in `_fresh`; those before `_stored` are in files
+        self._first, self._stored = 0, 0
         self._epochs: set[int] = set()  # that were told of since the last file
         self._back_to: int | None = None  # the job went to a checkpoint while a file was being written
         self._whole_due = False  # the job went to a checkpoint: the next file has everything
@@ -116,7 +120,11 @@ class SeriesKeeper:
         if series is None or series.width > 1:
             return {}
         first = self._steps.next - KEPT_STEPS
-        return {bucket.step: (bucket.value.total, bucket.value.weight) for bucket in series if bucket.step >= first}
+        return {
+            bucket.step: (bucket.value.total, bucket.value.weight)
+            for bucket in series
+            if bucket.step >= first
+        }
 
     @property
     def known(self) -> int:
@@ -124,7 +132,8 @@ class SeriesKeeper:
         return self._steps.next
 
     def note(self, batch: MetricBatch) -> MetricsTaken:
-        """Shares of steps in the job's present timeline, or whole steps. What is known already is not taken again."""
+        """Shares of steps in the job's present timeline, or whole steps. What is known already is not taken
+        again."""
         taken: Sequence[StepMetrics] = ()
         if not batch.whole:
             taken = batch.steps
@@ -150,13 +159,17 @@ class SeriesKeeper:
     def _take(self, share: StepMetrics) -> None:
         values = list(values_of(share, skips=self._skips))
         for name, value in values:
-            if self._all.add(name, share.step, share.timeline, value, ordered=True) and self._files is not None:
+            if (
+                self._all.add(name, share.step, share.timeline, value, ordered=True)
+                and self._files is not None
+            ):
                 self._fresh.add(name, share.step, share.timeline, value, ordered=True)
         self._steps.count(share, values)
         self._epochs.add(share.epoch)
 
     def _follow(self, batch: MetricBatch) -> bool:
-        """The job's timeline is another one: steps from where it began are trained again. False: where that was is not known yet."""
+        """The job's timeline is another one: steps from where it began are trained again. False: where that
+        was is not known yet."""
         found = self._origin()
         if found.timeline == self._steps.timeline:
             return True
@@ -182,7 +195,8 @@ class SeriesKeeper:
                 self.add(TIME + name, times.step, times.timeline, Value(seconds, times.seconds, part, part))
 
     def _note_speed(self, taken: Sequence[StepMetrics]) -> None:
-        """Records per second, from one report to another at least SPEED_S later. What came before the first one is not known."""
+        """Records per second, from one report to another at least SPEED_S later. What came before the first
+        one is not known."""
         now, records = clock.monotonic(), sum(share.records for share in taken)
         if not taken:
             return

@@ -1,11 +1,15 @@
-"""What the leader of a job does beside deciding on tasks: a master, or the trainer that sweeps a masterless job.
+"""What the leader of a job does beside deciding on tasks: a master, or the trainer that sweeps a masterless
+job.
 
-members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back     joins: within a window, together
+members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back
+    joins: within a window, together
                |  etcd was silent: who is missing has the time of a lease to come back, before anything follows from it, unless it refuses connections
                `-> a rollback advances (Recovery); members join meanwhile, however slow the storage is
-every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted; late ones are marked
+every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted; late
+               ones are marked
 rebalance_s    -> lanes follow the measured speed
-beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py), evaluations (operation_runner.py)
+beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py),
+               evaluations (operation_runner.py)
 
 Recovery reads the checkpoint's manifest, restores the queue, and lets the job run again:
 
@@ -14,7 +18,8 @@ collective: the first trainers have loaded it -> the others get as long again, O
 absent (asynchronous): a pserver is back -> manifest read -> its losses are counted and recorded
 either takes too long: FAILED
 
-Everything is decided from etcd and the manifest, so a master that takes over in the middle starts again from the beginning.
+Everything is decided from etcd and the manifest, so a master that takes over in the middle starts again from
+the beginning.
 """
 
 from __future__ import annotations
@@ -56,8 +61,21 @@ from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.platform.runtime.http import tells
 from trireme_shared.protocol.errors import CheckpointUnusable, NotLeader, PeerError
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import FailureCause, JobState, Mode, Phase, PserverMember, Strategy, TrainerMember
-from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest, OwnCheckpoints
+from trireme_shared.protocol.records import (
+    FailureCause,
+    JobState,
+    Mode,
+    Phase,
+    PserverMember,
+    Strategy,
+    TrainerMember,
+)
+from trireme_shared.protocol.records.checkpoints import (
+    CheckpointLatest,
+    CheckpointRef,
+    Manifest,
+    OwnCheckpoints,
+)
 from trireme_shared.protocol.records.members import pserver_names
 from trireme_shared.protocol.records.setting_effects import without_effect
 
@@ -68,14 +86,16 @@ PROBE_S = 0.5  # a process that is dead is refused at once
 PROBE_AGAIN_S = 0.5
 STORAGE_TRIES = 4
 AT_ONCE = 80  # changes in one transaction
-OTHERS_S = 10.0  # for so long at most a roll-back waits for other trainers, once enough have loaded the checkpoint
+# for so long at most a roll-back waits for other trainers, once enough have loaded the checkpoint
+OTHERS_S = 10.0
 LOOK_S = 0.1
 
 log = telemetry.logger("supervisor")
 
 
 class Supervisor:
-    """Of one term. Each change of the members goes through `take_members`. `on_late(n)`: so many tasks may be given twice."""
+    """Of one term. Each change of the members goes through `take_members`. `on_late(n)`: so many tasks may be
+    given twice."""
 
     def __init__(
         self,
@@ -92,7 +112,8 @@ class Supervisor:
         self._on_late = on_late or (lambda _: None)
         self._awaited = -math.inf  # the silence of etcd whose members were awaited last
         self._service = service
-        self._known: dict[str, TrainerMember | PserverMember] = {}  # members that are there, and those that are awaited
+        # members that are there, and those that are awaited
+        self._known: dict[str, TrainerMember | PserverMember] = {}
         self._told = Members()  # whose storage was told of last
         self._changed, self._recoverable = asyncio.Event(), asyncio.Event()
         self._window_ends = 0.0
@@ -148,18 +169,22 @@ class Supervisor:
             while await self._writer.decide(lambda job, _: tasks.put_back_lost(job)):
                 pass
             job = self._writer.job
-            self.evictions.ended.intersection_update(membership.missing(job.spec, job.trainers, job.slots, job.members))
+            self.evictions.ended.intersection_update(
+                membership.missing(job.spec, job.trainers, job.slots, job.members)
+            )
             self._recoverable.set()
 
     async def _gather_joins(self) -> None:
-        """Many join at once: those who come within `join_window_s` after a join make one generation. Who comes in a quiet time does
-        not wait, nor does anything else: a death, a return, a rollback. A collective job begins with those who have the parameters within
-        `join_window_s` after the first."""
+        """Many join at once: those who come within `join_window_s` after a join make one generation. Who
+        comes in a quiet time does not wait, nor does anything else: a death, a return, a rollback. A
+        collective job begins with those who have the parameters within `join_window_s` after the first."""
         waited = False
         while True:
             job, now = self._writer.job, clock.monotonic()
             decision = _reconcile(job, now)
-            begins = job.spec.strategy is Strategy.COLLECTIVE and begins_without_some(job.state, job.members, decision)
+            begins = job.spec.strategy is Strategy.COLLECTIVE and begins_without_some(
+                job.state, job.members, decision
+            )
             if not begins and not membership.only_joins(job.state, job.trainers, decision):
                 return
             if now >= self._window_ends:
@@ -171,7 +196,8 @@ class Supervisor:
             self._changed.clear()
 
     async def _members_may_return(self) -> bool:
-        """Leases ran out while etcd was silent: whether members may still come back. Then it has waited for news of them."""
+        """Leases ran out while etcd was silent: whether members may still come back. Then it has waited for
+        news of them."""
         job, silent_at = self._writer.job, self._etcd.silent_at
         away = set(membership.missing(job.spec, job.trainers, job.slots, job.members)) - self.evictions.ended
         left_s = may_return_s(silent_at, job.spec.lease_ttl_s)
@@ -192,7 +218,8 @@ class Supervisor:
         return True
 
     async def _find_dead(self, away: Collection[str]) -> bool:
-        """Whether some of them do not come back: nobody listens where they did. Their keys may be gone since the launcher saw them die."""
+        """Whether some of them do not come back: nobody listens where they did. Their keys may be gone since
+        the launcher saw them die."""
         suspects = {name: self._known[name] for name in sorted(away) if name in self._known}
 
         async def is_dead(member: TrainerMember | PserverMember) -> bool:
@@ -268,12 +295,19 @@ class Recovery:
         metrics: Metrics,
         evictions: Evictions,
     ) -> None:
-        self._etcd, self._keys, self._writer, self._storage, self._metrics = etcd, keys, writer, storage, metrics
+        self._etcd, self._keys, self._writer, self._storage, self._metrics = (
+            etcd,
+            keys,
+            writer,
+            storage,
+            metrics,
+        )
         self._evictions = evictions
         self._manifest: Manifest | None = None
         self.storage_away = ""  # why the storage cannot be reached
         self._since: float | None = None  # when the rollback or the absence began
-        self._loaded: tuple[int, float] | None = None  # timeline, and when enough trainers had loaded its checkpoint
+        # timeline, and when enough trainers had loaded its checkpoint
+        self._loaded: tuple[int, float] | None = None
 
     @property
     def _job(self) -> Job:
@@ -304,7 +338,8 @@ class Recovery:
         return await self._restore_queue(state, manifest)
 
     def _others_load(self, job: Job, now: float) -> bool:
-        """Collective: whether to wait for trainers that still load the checkpoint. They get as long again as the first ones took."""
+        """Collective: whether to wait for trainers that still load the checkpoint. They get as long again as
+        the first ones took."""
         if self._loaded is None or self._loaded[0] != job.state.timeline:
             self._loaded = job.state.timeline, now
         first = self._loaded[1]
@@ -338,7 +373,8 @@ class Recovery:
         await self._writer.decide(late)
 
     async def _record_returns(self) -> bool:
-        """Record the losses of pservers that came back. Whether something was decided: not once the job has ended."""
+        """Record the losses of pservers that came back. Whether something was decided: not once the job has
+        ended."""
         job = self._job
         if job.spec.mode is not Mode.ASYNC or job.state.phase.final:
             return False
@@ -346,7 +382,8 @@ class Recovery:
         return any([await self._record_return(member) for member in back])
 
     async def _record_return(self, member: PserverMember) -> bool:
-        """False: nothing was decided, it was only told to load again; what follows from that is news from etcd."""
+        """False: nothing was decided, it was only told to load again; what follows from that is news from
+        etcd."""
         restored, state = member.restored, self._job.state
         assert restored is not None
         cut, error = None, ""
@@ -356,7 +393,10 @@ class Recovery:
         except CheckpointUnusable as unusable:
             error = unusable.message
         if cut is None and await self._ref_of(member) is None:
-            cause = f"checkpoint {restored.checkpoint} was replaced by a newer one while it loaded; it loads again"
+            cause = (
+                f"checkpoint {restored.checkpoint} was replaced by a newer one while it loaded; it "
+                "loads again"
+            )
             await self._evictions.end(member, cause)
             return False
 
@@ -365,7 +405,9 @@ class Recovery:
                 return Decision(False)
             if cut is None:
                 return Decision(False) + fail(
-                    job.state, f"what pserver-{member.index} lost cannot be counted: {error}", FailureCause.STORAGE
+                    job.state,
+                    f"what pserver-{member.index} lost cannot be counted: {error}",
+                    FailureCause.STORAGE,
                 )
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
@@ -377,12 +419,16 @@ class Recovery:
         return True
 
     async def _ref_of(self, member: PserverMember) -> CheckpointRef | None:
-        """The checkpoint that the pserver loaded, if it is still kept. Read from etcd, because the watches may be late."""
+        """The checkpoint that the pserver loaded, if it is still kept. Read from etcd, because the watches
+        may be late."""
         keys, restored = self._keys, member.restored
         found = await self._etcd.txn([], [Get(keys.latest), Get(keys.own_checkpoints(member.index))])
         latest, own = found.range(0).first, found.range(1).first
         kept: list[CheckpointRef] = []
-        if latest is not None and (newest := read_record(CheckpointLatest, latest.key, latest.value)) is not None:
+        if (
+            latest is not None
+            and (newest := read_record(CheckpointLatest, latest.key, latest.value)) is not None
+        ):
             kept += newest.kept
         if own is not None and (alone := read_record(OwnCheckpoints, own.key, own.value)) is not None:
             kept += alone.kept
@@ -401,7 +447,8 @@ class Recovery:
             await self._evictions.end(member, "parameters are lost, no checkpoint exists yet")
 
     async def _read(self, state: JobState) -> Manifest | None:
-        """The manifest of the checkpoint. None if it cannot be used; then another checkpoint is chosen, or the job fails."""
+        """The manifest of the checkpoint. None if it cannot be used; then another checkpoint is chosen, or
+        the job fails."""
         if self._manifest is not None and self._manifest.uuid == state.checkpoint:
             return self._manifest
         ref = recovery.ref_of(self._job.members.latest, state.checkpoint)
@@ -426,8 +473,8 @@ class Recovery:
         return None
 
     async def _read_manifest(self, ref: CheckpointRef) -> Manifest:
-        """Raises CheckpointUnusable, also after STORAGE_TRIES errors of the storage. Raises PeerError if the storage cannot be
-        reached: no other checkpoint can be read either, so waiting loses nothing."""
+        """Raises CheckpointUnusable, also after STORAGE_TRIES errors of the storage. Raises PeerError if the
+        storage cannot be reached: no other checkpoint can be read either, so waiting loses nothing."""
         error = ""
         for attempt in range(STORAGE_TRIES):
             try:
@@ -436,7 +483,10 @@ class Recovery:
                 await self._report_storage_away(str(away))
                 raise PeerError(f"the storage is not reached: {away}") from away
             except OSError as failed:
-                error = f"checkpoint {ref.uuid} (step {ref.step}) could not be read {attempt + 1} times: {failed!r}"
+                error = (
+                    f"checkpoint {ref.uuid} (step {ref.step}) could not be read {attempt + 1} times: "
+                    f"{failed!r}"
+                )
                 log.warning("manifest_unread", cause=error)
                 await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
             else:
@@ -448,7 +498,9 @@ class Recovery:
         """An event, once until the storage answers again."""
         known, self.storage_away = self.storage_away, cause
         if not known:
-            waiting = Event("storage_away", f"the job waits for its storage to go back to a checkpoint: {cause}", {})
+            waiting = Event(
+                "storage_away", f"the job waits for its storage to go back to a checkpoint: {cause}", {}
+            )
             await self._writer.decide(lambda _job, _now: Decision(None, (), (waiting,)))
 
     def _checked(self, manifest: Manifest) -> Manifest:
@@ -457,12 +509,16 @@ class Recovery:
         if self._job.spec.mode is Mode.ASYNC:
             read_cut(manifest.queue)
         elif lanes != self._job.spec.lanes:
-            msg = f"checkpoint {manifest.uuid} (step {manifest.step}) has {lanes} lanes, the job has {self._job.spec.lanes}"
+            msg = (
+                f"checkpoint {manifest.uuid} (step {manifest.step}) has {lanes} lanes, the job has "
+                f"{self._job.spec.lanes}"
+            )
             raise CheckpointUnusable(msg)
         return manifest
 
     async def _restore_queue(self, state: JobState, manifest: Manifest) -> bool:
-        """The queue as it was at the checkpoint, in parts; then RUNNING in one transaction. No task is given out before that."""
+        """The queue as it was at the checkpoint, in parts; then RUNNING in one transaction. No task is given
+        out before that."""
         step, positions = manifest.step, manifest.record.positions
         cut = cut_in(manifest, self._job.slots) if self._job.spec.mode is Mode.ASYNC else None
         if cut is not None:
@@ -471,7 +527,9 @@ class Recovery:
             epoch = epoch_at(positions)
             records = max(self._metrics.records_from(step), records_since_positions(self._job, positions))
         await self._write(state, (NextEpoch(epoch),))
-        changes = restore_to_cut(self._job, cut) if cut is not None else restore_to_positions(self._job, positions)
+        changes = (
+            restore_to_cut(self._job, cut) if cut is not None else restore_to_positions(self._job, positions)
+        )
         changes = (*changes, *evaluation.rewind(self._job, step))
         for first in range(0, len(changes), AT_ONCE):
             await self._write(state, changes[first : first + AT_ONCE])

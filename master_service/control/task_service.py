@@ -1,4 +1,5 @@
-"""What trainers ask and report. It decides through a writer: a master's, or (without a master) the trainer's own."""
+"""What trainers ask and report. It decides through a writer: a master's, or (without a master) the trainer's
+own."""
 
 from __future__ import annotations
 
@@ -53,9 +54,11 @@ from trireme_shared.protocol.records.cluster import Kind
 class WaitingAsks:
     """Requests for a task that wait in the master until there may be one for them.
 
-    nothing to give ─► next(): in line ─► freed(n): the first n look again │ changed(): all do │ the limit is over: "wait" is answered
+    nothing to give ─► next(): in line ─► freed(n): the first n look again │ changed(): all do
+        │ the limit is over: "wait" is answered
 
-    `changes` counts what may have made tasks: who finds none after looking at it misses nothing by `next(changes, ...)`.
+    `changes` counts what may have made tasks: who finds none after looking at it misses nothing by
+    `next(changes, ...)`.
     """
 
     def __init__(self) -> None:
@@ -76,7 +79,8 @@ class WaitingAsks:
         self.freed(len(self._line))
 
     async def next(self, changes: int, limit_s: float) -> bool:
-        """Whether to look again: something came after `changes`, within `limit_s`. Who then takes nothing passes it on (`freed(1)`)."""
+        """Whether to look again: something came after `changes`, within `limit_s`. Who then takes nothing
+        passes it on (`freed(1)`)."""
         if self.changes != changes:
             return True
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -107,8 +111,8 @@ Probe = Callable[[str], Awaitable[bool]]
 
 
 def note_awaited(job: Job, ask: AcquireTask, now: float) -> None:
-    """In place and in memory only: a trainer asks for a task of an evaluation that has not begun. It does not train meanwhile, so no
-    task of training is late."""
+    """In place and in memory only: a trainer asks for a task of an evaluation that has not begun. It does not
+    train meanwhile, so no task of training is late."""
     status = job.evaluation
     if job.spec.mode is Mode.ASYNC or status.running is not None or ask.epoch <= status.settled:
         job.awaited = None
@@ -120,9 +124,10 @@ def note_awaited(job: Job, ask: AcquireTask, now: float) -> None:
 
 @dataclass(eq=False, repr=False)
 class TaskService(ABC):
-    """`spec` is needed for a job's first leader only. `probe(url)`: whether nothing listens there. `network`: of this process.
-    `reported`: the last failures of users' code, as (time, task or "", failure). `why_fewer(kind)`: who has the members of the cluster's
-    pool that the job could use, as a sentence, or ""."""
+    """`spec` is needed for a job's first leader only. `probe(url)`: whether nothing listens there. `network`:
+    of this process. `reported`: the last failures of users' code, as (time, task or "", failure).
+    `why_fewer(kind)`: who has the members of the cluster's pool that the job could use, as a sentence, or
+    ""."""
 
     etcd: Etcd
     keys: Keys
@@ -137,7 +142,9 @@ class TaskService(ABC):
     why_fewer: Callable[[Kind], str] = lambda _: ""
     events: EventFeed = field(init=False, default_factory=EventFeed)
     metrics: Metrics = field(init=False, default_factory=Metrics)
-    reported: deque[tuple[float, str, UserFailure]] = field(init=False, default_factory=lambda: deque(maxlen=REPORTED))
+    reported: deque[tuple[float, str, UserFailure]] = field(
+        init=False, default_factory=lambda: deque(maxlen=REPORTED)
+    )
     _probing: set[str] = field(init=False, default_factory=set)
     _warned: set[str] = field(init=False, default_factory=set)
 
@@ -157,13 +164,15 @@ class TaskService(ABC):
         return self.writer.job
 
     async def _decide(self, decision: Callable[[Job, float], Decision[A]], once: Once[A] | None) -> A:
-        """`once`: of a request with an Idempotency-Key. Raises AnsweredBefore, IdempotencyKeyReused, what the decision raises."""
+        """`once`: of a request with an Idempotency-Key. Raises AnsweredBefore, IdempotencyKeyReused, what the
+        decision raises."""
         return await self.writer.decide(once.decide(decision) if once is not None else decision)
 
     # ---------------------------------------------------------------- tasks
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
-        """The same `request` asked twice gets the same pending task. Raises StaleGeneration, Conflict, InvalidArgument."""
+        """The same `request` asked twice gets the same pending task. Raises StaleGeneration, Conflict,
+        InvalidArgument."""
         writer = self.writer
         if ask.stream is not None and ask.epoch > self.job.training.epoch and not ask.look:
             await writer.decide(lambda job, _: tasks.close_epoch(job, ask))
@@ -176,7 +185,9 @@ class TaskService(ABC):
             note_awaited(writer.job, ask, clock.monotonic())
         return answer
 
-    async def report_progress(self, task_id: str, report: TaskProgress, once: Once[None] | None = None) -> None:
+    async def report_progress(
+        self, task_id: str, report: TaskProgress, once: Once[None] | None = None
+    ) -> None:
         """Moves the deadline. Nothing of it is written to etcd. Raises StaleAttempt, NotFound."""
 
         def check(job: Job, _: float) -> Decision[None]:
@@ -190,7 +201,9 @@ class TaskService(ABC):
         if alive and queue.kind in BESIDE:
             self.job.training.grant_again(now)  # training may wait for the evaluation
 
-    async def complete_task(self, task_id: str, report: CompleteTask, once: Once[Completed] | None = None) -> Completed:
+    async def complete_task(
+        self, task_id: str, report: CompleteTask, once: Once[Completed] | None = None
+    ) -> Completed:
         """A repeated report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""
         writer = self.writer
         queue = writer.job.queue_of(task_id)
@@ -208,8 +221,8 @@ class TaskService(ABC):
         return completed
 
     async def fail_task(self, task_id: str, report: FailTask, once: Once[None] | None = None) -> None:
-        """Counts against the task, and before a step is known to be done against the job; a death (`died_at`) against its place alone.
-        Raises StaleAttempt, NotFound."""
+        """Counts against the task, and before a step is known to be done against the job; a death (`died_at`)
+        against its place alone. Raises StaleAttempt, NotFound."""
 
         def decide(job: Job, _: float) -> Decision[None]:
             failed = tasks.fail_task if report.died_at is None else discarded_tasks.count
@@ -226,9 +239,11 @@ class TaskService(ABC):
         """It is discarded, without more attempts. Raises NotFound, Conflict, NotReady."""
         return await self._decide(lambda job, _: discarded_tasks.skip(job, task_id, by), once)
 
-    async def report_failure(self, member_id: str, failure: UserFailure, once: Once[None] | None = None) -> None:
-        """The user's code failed outside a task (building the model, say). Raises NotFound unless that trainer is registered, or
-        has said in etcd that it is starting; InvalidArgument."""
+    async def report_failure(
+        self, member_id: str, failure: UserFailure, once: Once[None] | None = None
+    ) -> None:
+        """The user's code failed outside a task (building the model, say). Raises NotFound unless that
+        trainer is registered, or has said in etcd that it is starting; InvalidArgument."""
         writer = self.writer
         check_failure(member_id, failure)
         if once is not None:
@@ -246,17 +261,19 @@ class TaskService(ABC):
         self.reported.append((clock.monotonic(), "", named))
 
     async def _is_starting(self, member_id: str) -> bool:
-        """Whether that trainer has said in etcd that it is there, without being registered (yet, or any more)."""
+        """Whether that trainer has said in etcd that it is there, without being registered (yet, or any
+        more)."""
         registered = member_id in self.job.members.trainers
         return not registered and await self.etcd.get(self.keys.starting(member_id)) is not None
 
     # ---------------------------------------------------------------- members
 
     async def report_suspect(self, member_id: str, once: Once[bool] | None = None) -> bool:
-        """Probe a member that is suspected dead (or all of that name), and end its registration if nothing listens at its url.
+        """Probe a member that is suspected dead (or all of that name), and end its registration if nothing
+        listens at its url.
 
-        Answers whether one was dead. A member that listens, or does not answer, stays as long as its lease; so does one whose url is a loopback
-        address of another machine or container. Raises NotFound.
+        Answers whether one was dead. A member that listens, or does not answer, stays as long as its lease;
+        so does one whose url is a loopback address of another machine or container. Raises NotFound.
         """
         if once is None:
             return await self._end_if_dead(member_id)
@@ -289,17 +306,21 @@ class TaskService(ABC):
         return dead
 
     def find_members(self, member_id: str) -> list[TrainerMember | PserverMember]:
-        """By id (`trainer-0-9f2c51ab03de`, `pserver-1`, a pserver's incarnation) or by the name before it. Raises NotFound."""
+        """By id (`trainer-0-9f2c51ab03de`, `pserver-1`, a pserver's incarnation) or by the name before it.
+        Raises NotFound."""
         members = self.job.members
         if (trainer := members.trainers.get(member_id)) is not None:
             return [trainer]
         found: list[TrainerMember | PserverMember] = [
-            m for m in members.trainers.values() if m.trainer == member_id or m.trainer.rpartition("-")[0] == member_id
+            m
+            for m in members.trainers.values()
+            if m.trainer == member_id or m.trainer.rpartition("-")[0] == member_id
         ]
         found += [
             m
             for m in members.pservers.values()
-            if member_id in (f"pserver-{m.index}", f"ps-{m.index}", m.incarnation, m.incarnation.rpartition("-")[0])
+            if member_id
+            in (f"pserver-{m.index}", f"ps-{m.index}", m.incarnation, m.incarnation.rpartition("-")[0])
         ]
         if not found:
             msg = f"no member {member_id} is registered in job {self.keys.job}"

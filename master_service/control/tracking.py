@@ -1,7 +1,10 @@
-"""The process beside a leader that follows one job for its trackers (master_service/trackers): started, permitted, heard, ended.
+"""The process beside a leader that follows one job for its trackers (master_service/trackers): started,
+permitted, heard, ended.
 
-run(): process ◄─ Permit every PERMIT_S, while the lease lasts          process ─ News ─► an event and a line in the log
-process dies, or says nothing for SILENT_S ─► killed, a pause, a new one          job over, all logged ─► run() returns
+run(): process ◄─ Permit every PERMIT_S, while the lease lasts          process ─ News
+    ─► an event and a line in the log
+process dies, or says nothing for SILENT_S ─► killed, a pause, a new one          job over, all logged
+    ─► run() returns
 
 The leader only writes what fits into the pipe, and waits for nothing.
 """
@@ -49,8 +52,9 @@ def result_of(phase: str, reason: str, result: JobResult) -> dict[str, Any]:
 
 
 class Tracking:
-    """`permitted_s`: so long this leader is certainly alone. `result`: what trackers are told of the job's end once all its metrics are
-    stored; None: it goes on. `tell`: gets events. `find_folder`: where the modules beside the job's script are. Run `run`."""
+    """`permitted_s`: so long this leader is certainly alone. `result`: what trackers are told of the job's
+    end once all its metrics are stored; None: it goes on. `tell`: gets events. `find_folder`: where the
+    modules beside the job's script are. Run `run`."""
 
     def __init__(
         self,
@@ -76,7 +80,9 @@ class Tracking:
         while not self._over:
             began = clock.monotonic()
             try:
-                with tempfile.TemporaryDirectory(prefix="trireme-trackers-", ignore_cleanup_errors=True) as temporary:
+                with tempfile.TemporaryDirectory(
+                    prefix="trireme-trackers-", ignore_cleanup_errors=True
+                ) as temporary:
                     await self._one_process(temporary)
             except (OSError, TriremeError) as error:
                 self._say("", f"{type(error).__name__}: {error}")
@@ -114,7 +120,10 @@ class Tracking:
         if process.returncode == 0:
             self._over = True
         else:
-            self._say("", told or f"the process that follows them ended with {process.returncode}; another one begins")
+            self._say(
+                "",
+                told or f"the process that follows them ended with {process.returncode}; another one begins",
+            )
 
     async def _permit(self, process: asyncio.subprocess.Process, assignment: Assignment) -> None:
         pipe = process.stdin
@@ -139,7 +148,9 @@ class Tracking:
                         return ""
                     news = News.model_validate_json(line)
             except TimeoutError:
-                return f"the process that follows them has said nothing for {SILENT_S:g} s; another one begins"
+                return (
+                    f"the process that follows them has said nothing for {SILENT_S:g} s; another one begins"
+                )
             except ValueError as error:
                 return f"the process that follows them gave no news but {error}"[:500]
             self._note(news)
@@ -158,7 +169,9 @@ class Tracking:
             count += 1
             if count <= MOST_LINES:
                 log.info(
-                    "tracker_output", job=self.spec.job, line=hidden(line.decode(errors="replace").rstrip())[:2000]
+                    "tracker_output",
+                    job=self.spec.job,
+                    line=hidden(line.decode(errors="replace").rstrip())[:2000],
                 )
             elif count == MOST_LINES + 1:
                 log.info("tracker_output_left_out", job=self.spec.job, lines=MOST_LINES)
@@ -183,7 +196,9 @@ class Tracking:
         cause = hidden(cause)
         self.late[tracker] = cause
         who = f"tracker {tracker}" if tracker else "the job's trackers: "
-        message = f"{who} {cause}. Training goes on; the job's stored metrics have everything".replace(":  ", ": ")
+        message = f"{who} {cause}. Training goes on; the job's stored metrics have everything".replace(
+            ":  ", ": "
+        )
         self._tell([Event("tracker_late", message, {"tracker": tracker, "cause": cause})])
 
 
@@ -200,8 +215,8 @@ async def finish(
     find_folder: FindFolder,
     permitted_s: Callable[[], float] = lambda: inf,
 ) -> dict[str, str]:
-    """For a job that has ended and that nobody leads: its trackers get what they lack, and the end. By tracker why it is still late after
-    `limit_s`; empty: all have all."""
+    """For a job that has ended and that nobody leads: its trackers get what they lack, and the end. By
+    tracker why it is still late after `limit_s`; empty: all have all."""
     deadline = clock.monotonic() + limit_s
     tracking = Tracking(
         spec,

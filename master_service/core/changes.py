@@ -1,6 +1,7 @@
 """What a decision wants to change: values that name the change. How etcd stores it is in store/schema.py.
 
-A record that the job has once, an Operation or a KeptAnswer is a change by itself: it takes the place of the one before.
+A record that the job has once, an Operation or a KeptAnswer is a change by itself: it takes the place of the
+one before.
 
 decision(job, now) -> Decision(answer, changes, events)     nothing has happened yet
 commit(changes) in one txn -> job.apply(changes)            now it has
@@ -54,8 +55,8 @@ class PutPending:
 
 @dataclass(frozen=True, slots=True)
 class DropPending:
-    """`reported`: the trainer (or its lane's progress) said so. A second report of the same end is then recognised. `by`: which of
-    several attempts it was; None: the newest."""
+    """`reported`: the trainer (or its lane's progress) said so. A second report of the same end is then
+    recognised. `by`: which of several attempts it was; None: the newest."""
 
     task_id: str
     reported: bool = False
@@ -92,16 +93,16 @@ class DropDiscarded:
 
 @dataclass(frozen=True, slots=True)
 class NextEpoch:
-    """Training starts `epoch` (an earlier one after a rollback): all cursors are 0, nothing is pending or requeued.
-    The last change of its transaction."""
+    """Training starts `epoch` (an earlier one after a rollback): all cursors are 0, nothing is pending or
+    requeued. The last change of its transaction."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RestartQueue:
-    """Evaluation or export starts anew: nothing of it is given out, done or discarded. Like NextEpoch it takes any number of tasks
-    with few operations; no later change of its transaction is about that queue."""
+    """Evaluation or export starts anew: nothing of it is given out, done or discarded. Like NextEpoch it
+    takes any number of tasks with few operations; no later change of its transaction is about that queue."""
 
     kind: TaskKind
 
@@ -151,7 +152,8 @@ class DropMigration:
 
 @dataclass(frozen=True, slots=True)
 class RequireLatest:
-    """Changes nothing: the transaction is refused if `checkpoints/latest` was written after that revision (0: if it exists)."""
+    """Changes nothing: the transaction is refused if `checkpoints/latest` was written after that revision (0:
+    if it exists)."""
 
     revision: int
 
@@ -195,7 +197,8 @@ class PutEvents:
 
 @dataclass(frozen=True, slots=True)
 class DropEvents:
-    """Those that were told before that id are not kept any more. It is the first id of what one transaction told."""
+    """Those that were told before that id are not kept any more. It is the first id of what one transaction
+    told."""
 
     before: int
 
@@ -260,7 +263,8 @@ Other = TypeVar("Other")
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[Answer_co, Change_co]):
-    """What to answer, change and tell. Its changes are those of a job unless it says others (state/cluster.py)."""
+    """What to answer, change and tell. Its changes are those of a job unless it says others
+    (state/cluster.py)."""
 
     answer: Answer_co
     changes: tuple[Change_co, ...] = ()

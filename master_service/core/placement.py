@@ -1,9 +1,11 @@
 """Which trainer computes which lanes, and which slots move when the number of parameter servers changes.
 
-Owners share all lanes evenly, in the order of the list, or by their measured speed. Few lanes change their owner, as far as that is cheap to find.
-With more trainers than lanes the last ones are hot spares; a spare takes the place of an owner that is gone, or that is so slow that it gets no lane.
+Owners share all lanes evenly, in the order of the list, or by their measured speed. Few lanes change their
+owner, as far as that is cheap to find. With more trainers than lanes the last ones are hot spares; a spare
+takes the place of an owner that is gone, or that is so slow that it gets no lane.
 
-Slots: owners, layout --least movement--> slots with another owner --by (source, target)--> groups of some MiB, or of one slot. The layout, and what
+Slots: owners, layout --least movement--> slots with another owner --by (source, target)--> groups of some
+    MiB, or of one slot. The layout, and what
 parameter servers tell of their rows of embedding tables, say how many bytes that is.
 """
 
@@ -29,27 +31,43 @@ from trireme_shared.protocol.records.operations import MovedBytes
 
 CHEAP_OWNERS = 64
 WORTH_MOVING = 1.2
-"""Lanes move only if steps get faster by this factor: measured speeds vary, and whoever gets a lane reads its task again."""
+"""Lanes move only if steps get faster by this factor: measured speeds vary, and whoever gets a lane reads its
+task again."""
 FORGOTTEN_AFTER = 10
-"""Times `rebalance_s`: who has had no lane for so long is not known to be slow any more, and is tried again."""
+"""Times `rebalance_s`: who has had no lane for so long is not known to be slow any more, and is tried
+again."""
 
 LaneSeconds = Mapping[str, float]
 ALIGNING_COSTS = 1.1
-"""So much longer a step may take for shares that are pushed in fewer nodes: a node is as many bytes as the whole model."""
+"""So much longer a step may take for shares that are pushed in fewer nodes: a node is as many bytes as the
+whole model."""
 GROUP_BYTES = 32 << 20
 LEAST_GROUP_BYTES = 8 << 20
 GROUPS = 64
-"""A step has to bear the work for one group of each source, and a group takes at least a step. So groups are small as long as a
-source has not more than GROUPS of them."""
-_STATES = {"Adam": 2, "AdamW": 2, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
+"""A step has to bear the work for one group of each source, and a group takes at least a step. So groups are
+small as long as a source has not more than GROUPS of them."""
+_STATES = {
+    "Adam": 2,
+    "AdamW": 2,
+    "Adagrad": 1,
+    "RMSprop": 1,
+    "Adadelta": 2,
+    "Adamax": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+}
 _MORE = {"amsgrad": 1, "centered": 1, "momentum": 1}
 
 
 def new_list(
-    spec: JobSpec, before: TrainerList, generation: int, trainers: Sequence[str], lane_s: LaneSeconds | None = None
+    spec: JobSpec,
+    before: TrainerList,
+    generation: int,
+    trainers: Sequence[str],
+    lane_s: LaneSeconds | None = None,
 ) -> TrainerList:
-    """The list of a new generation. `trainers` in order of arrival; `before` may name trainers that are gone. `lane_s`: what is
-    known of their seconds per lane."""
+    """The list of a new generation. `trainers` in order of arrival; `before` may name trainers that are gone.
+    `lane_s`: what is known of their seconds per lane."""
     if spec.mode is not Mode.SYNC:
         return TrainerList(generation=generation, names=tuple(trainers))
     names = place(spec.lanes, before.owners, trainers)
@@ -60,25 +78,31 @@ def new_list(
     shares = cut(spec.lanes, [expected[name] for name in names])
     if step_s(even, expected) <= WORTH_MOVING * slowest_s(shares, [expected[name] for name in names]):
         return even
-    working = place(spec.lanes, before.owners, [name for name, share in zip(names, shares, strict=True) if share])
+    working = place(
+        spec.lanes, before.owners, [name for name, share in zip(names, shares, strict=True) if share]
+    )
     if expected[working[0]] > spec.straggler_factor * median(expected.values()):
         # nobody else computes lane 0 when it is late (trainer_agent/core/duties.py)
         working = *working[1:], working[0]
     share_by_name = dict(zip(names, shares, strict=True))
     fitted = aligned([share_by_name[name] for name in working], [expected[name] for name in working])
     idle = [name for name in names if name not in set(working)]
-    return TrainerList(generation=generation, lanes=spec.lanes, names=(*working, *idle), shares=runs_of(fitted))
+    return TrainerList(
+        generation=generation, lanes=spec.lanes, names=(*working, *idle), shares=runs_of(fitted)
+    )
 
 
 def step_s(listed: TrainerList, lane_s: LaneSeconds) -> float:
     """How long the slowest trainer of the list needs for its lanes."""
     lanes = [listed.lanes_of(name) for name in listed.owners]
-    return max((last - first) * lane_s[name] for name, (first, last) in zip(listed.owners, lanes, strict=True))
+    return max(
+        (last - first) * lane_s[name] for name, (first, last) in zip(listed.owners, lanes, strict=True)
+    )
 
 
 def place(lanes: int, before: Sequence[str], trainers: Sequence[str]) -> tuple[str, ...]:
-    """Owners in the order of their lanes: those before, spares in place of the ones that are gone, newcomers where the fewest lanes
-    move; then the spares that are left."""
+    """Owners in the order of their lanes: those before, spares in place of the ones that are gone, newcomers
+    where the fewest lanes move; then the spares that are left."""
     alive, owned = set(trainers), before[:lanes]
     owning = set(owned)
     spare = [trainer for trainer in trainers if trainer not in owning]
@@ -110,7 +134,8 @@ def moved_lanes(lanes: int, before: Sequence[str], after: Sequence[str]) -> int:
 
 
 def expected_s(names: Sequence[str], lane_s: LaneSeconds) -> dict[str, float]:
-    """Seconds per lane of each; who is not measured is taken to be like the others. Empty if nobody is measured."""
+    """Seconds per lane of each; who is not measured is taken to be like the others. Empty if nobody is
+    measured."""
     known = [lane_s[name] for name in names if name in lane_s]
     usual = median(known) if known else 0.0
     return {name: lane_s.get(name, usual) for name in names} if known else {}
@@ -127,7 +152,8 @@ def _cheapest_place(lanes: int, before: Sequence[str], owners: list[str], newcom
 
 
 def cut(lanes: int, lane_s: Sequence[float]) -> list[int]:
-    """The shares with which the slowest trainer needs the least time. Some may be 0. Among equals the first get more."""
+    """The shares with which the slowest trainer needs the least time. Some may be 0. Among equals the first
+    get more."""
     shares = [0] * len(lane_s)
     finishing = [(seconds, place) for place, seconds in enumerate(lane_s)]
     heapq.heapify(finishing)
@@ -144,8 +170,9 @@ def slowest_s(shares: Sequence[int], lane_s: Sequence[float]) -> float:
 
 
 def aligned(shares: Sequence[int], lane_s: Sequence[float]) -> list[int]:
-    """About the same shares, with fewer nodes of the tree: each end is moved to the multiple of the highest power of two that lets
-    its two neighbours keep at least one lane, and finish in ALIGNING_COSTS times the slowest one's time."""
+    """About the same shares, with fewer nodes of the tree: each end is moved to the multiple of the highest
+    power of two that lets its two neighbours keep at least one lane, and finish in ALIGNING_COSTS times the
+    slowest one's time."""
     limit_s = ALIGNING_COSTS * slowest_s(shares, lane_s)
     ends = [0, *accumulate(shares)]
     for place in range(1, len(shares)):
@@ -189,15 +216,19 @@ def planned_owners(layout: Layout, slots: SlotMap, pservers: int, rows_bytes: in
 def planned_groups(
     layout: Layout, mode: Mode, slots: SlotMap, pservers: int, rows_bytes: Mapping[int, int] | None = None
 ) -> tuple[Group, ...]:
-    """The groups that move, those of different sources and targets in turn, so that the parameter servers work side by side. `rows_bytes`: by
-    parameter server, of its rows of embedding tables."""
+    """The groups that move, those of different sources and targets in turn, so that the parameter servers
+    work side by side. `rows_bytes`: by parameter server, of its rows of embedding tables."""
     rows, owned = rows_bytes or {}, Counter(slots.owners)
     new, sizes = planned_owners(layout, slots, pservers, sum(rows.values())), slot_bytes(layout, mode)
-    sizes = [size + rows.get(owner, 0) // owned[owner] for size, owner in zip(sizes, slots.owners, strict=True)]
+    sizes = [
+        size + rows.get(owner, 0) // owned[owner] for size, owner in zip(sizes, slots.owners, strict=True)
+    ]
     leaving: dict[int, int] = defaultdict(int)
     for slot, (source, target) in enumerate(zip(slots.owners, new, strict=True)):
         leaving[source] += sizes[slot] if source != target else 0
-    most = {source: min(GROUP_BYTES, max(LEAST_GROUP_BYTES, size // GROUPS)) for source, size in leaving.items()}
+    most = {
+        source: min(GROUP_BYTES, max(LEAST_GROUP_BYTES, size // GROUPS)) for source, size in leaving.items()
+    }
     moving: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
     for slot, (source, target) in enumerate(zip(slots.owners, new, strict=True)):
         if source == target:
@@ -210,7 +241,10 @@ def planned_groups(
             groups.append(((slot,), sizes[slot]))
     rounds = max((len(groups) for groups in moving.values()), default=0)
     ordered = [
-        (pair, moving[pair][turn]) for turn in range(rounds) for pair in sorted(moving) if turn < len(moving[pair])
+        (pair, moving[pair][turn])
+        for turn in range(rounds)
+        for pair in sorted(moving)
+        if turn < len(moving[pair])
     ]
     return tuple(
         Group(number=number, source=source, target=target, slots=members, bytes=size)
@@ -223,7 +257,8 @@ def slot_bytes(layout: Layout, mode: Mode) -> list[int]:
     sizes = [0] * layout.slot_count
     versions = 2 if mode is Mode.SYNC else 1
     states = [
-        states_of(layout.optimizer, segment.group) if segment.kind == "param" else 0 for segment in layout.segments
+        states_of(layout.optimizer, segment.group) if segment.kind == "param" else 0
+        for segment in layout.segments
     ]
     for block in layout.blocks():
         sizes[slot_of(block.number, layout.slot_count)] += block.bytes * (versions + states[block.segment])
@@ -232,7 +267,11 @@ def slot_bytes(layout: Layout, mode: Mode) -> list[int]:
 
 def states_of(optimizer: OptimizerSpec, group: int) -> int:
     """How many tensors of a block's size the optimizer keeps for it."""
-    options = {**optimizer.defaults, **optimizer.groups[group]} if group < len(optimizer.groups) else optimizer.defaults
+    options = (
+        {**optimizer.defaults, **optimizer.groups[group]}
+        if group < len(optimizer.groups)
+        else optimizer.defaults
+    )
     return _STATES.get(optimizer.name, 0) + sum(count for name, count in _MORE.items() if options.get(name))
 
 
@@ -248,7 +287,8 @@ def moved_bytes(groups: Sequence[Group]) -> tuple[MovedBytes, ...]:
 
 
 def holders(spec: JobSpec, slots: SlotMap | None) -> tuple[int, ...]:
-    """The parameter servers that the job needs: those that have slots. While a resize moves slots, others come or go beside them."""
+    """The parameter servers that the job needs: those that have slots. While a resize moves slots, others
+    come or go beside them."""
     if spec.strategy is Strategy.COLLECTIVE:
         return ()  # a slot map may be left of a run with parameter servers
     return slots.serving if slots is not None else tuple(range(spec.pservers))
@@ -259,6 +299,7 @@ def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
 
 
 def fresh_map(spec: JobSpec, before: SlotMap | None) -> SlotMap:
-    """All slots spread over as many parameter servers as the job wants. `before`: the map in force, if there is one."""
+    """All slots spread over as many parameter servers as the job wants. `before`: the map in force, if there
+    is one."""
     version = before.version + 1 if before is not None else 1
     return SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers))

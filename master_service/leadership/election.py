@@ -1,8 +1,10 @@
-"""A process stands for election, and leads under a lease or stands by; its Candidate knows which, and whom to refuse meanwhile.
+"""A process stands for election, and leads under a lease or stands by; its Candidate knows which, and whom to
+refuse meanwhile.
 
-A candidate campaigns for the lock under a lease, and works while the lease lives. One that finds the holder's port closed revokes the
-holder's lease, so that a restart need not wait for the TTL. At a loopback address only a candidate of the same network can find that.
-A master of one job and the leader of a cluster have one Candidate each.
+A candidate campaigns for the lock under a lease, and works while the lease lives. One that finds the holder's
+port closed revokes the holder's lease, so that a restart need not wait for the TTL. At a loopback address
+only a candidate of the same network can find that. A master of one job and the leader of a cluster have one
+Candidate each.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class Candidate(Generic[T]):
     async def elected(
         self, etcd: Etcd, key: str, lease: Lease, probe: Probe, *, url: str, network: str
     ) -> AsyncIterator[HeldLock]:
-        """Wait for the lock `key` under `lease`, and hold it. At the end this process leads nothing. `url`, `network`: where its REST API
-        is served. Raises LeaseLost."""
+        """Wait for the lock `key` under `lease`, and hold it. At the end this process leads nothing. `url`,
+        `network`: where its REST API is served. Raises LeaseLost."""
         me = MasterLock(master=self.name, url=url, lease=lease.id, network=network)
         try:
             number = await campaign(etcd, key, me, lease, probe, self._note_leader)
@@ -69,7 +71,8 @@ class Candidate(Generic[T]):
 
     @property
     def term(self) -> T:
-        """The term that it leads. Raises NotLeader (also as soon as the lease is over by the local clock), NotReady."""
+        """The term that it leads. Raises NotLeader (also as soon as the lease is over by the local clock),
+        NotReady."""
         if self.current is not None:
             if self.current.lease.alive:
                 return self.current
@@ -83,7 +86,8 @@ class Candidate(Generic[T]):
         raise NotLeader(msg, leader=self._leader, retry_after_s=0)  # there at once
 
     def check_ready(self) -> bool:
-        """Whether it leads; False: it stands by for a leader that it knows. Raises NotLeader: it can do neither; NotReady."""
+        """Whether it leads; False: it stands by for a leader that it knows. Raises NotLeader: it can do
+        neither; NotReady."""
         if self._leader and not self._leading:
             return False
         self.term  # noqa: B018  raises
@@ -124,8 +128,8 @@ async def stand(
     work: Callable[[Lease], Coroutine[None, None, None]],
     on_setback: Callable[[PeerError | LeaseLost], None] = lambda _: None,
 ) -> None:
-    """Run `work` under one lease after the other until `stopping`. Raises errors that the next lease would meet again; `on_setback`
-    gets the others."""
+    """Run `work` under one lease after the other until `stopping`. Raises errors that the next lease would
+    meet again; `on_setback` gets the others."""
     while not stopping.is_set():
         try:
             await run_under_lease(etcd, ttl_s, stopping, work)
@@ -138,12 +142,13 @@ async def stand(
 async def run_under_lease(
     etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Coroutine[None, None, None]]
 ) -> None:
-    """Run `work(lease)` from the grant of a lease until it is lost or `stopping` is set; then the lease is revoked at once.
+    """Run `work(lease)` from the grant of a lease until it is lost or `stopping` is set; then the lease is
+    revoked at once.
 
     Raises what `work` raises, out of its exception groups.
     """
-    # A task of its own, so that a cancelled caller gets its CancelledError: a TaskGroup whose children fail while it is
-    # cancelled raises only their errors.
+    # A task of its own, so that a cancelled caller gets its CancelledError: a TaskGroup whose children fail
+    # while it is cancelled raises only their errors.
     term = asyncio.ensure_future(_term(etcd, ttl_s, stopping, work))
     term.add_done_callback(_note_end)
     try:
@@ -156,7 +161,8 @@ async def run_under_lease(
 
 
 def _note_end(term: asyncio.Future[None]) -> None:
-    """A caller that is cancelled twice does not read the result: then the error would be reported as never retrieved."""
+    """A caller that is cancelled twice does not read the result: then the error would be reported as never
+    retrieved."""
     if not term.cancelled() and (error := term.exception()) is not None:
         log.debug("term_ended", cause=str(error))
 

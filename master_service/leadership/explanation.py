@@ -1,4 +1,5 @@
-"""`explainJob` at a master: one that leads observes its job; one that is taking over says what it is busy with."""
+"""`explainJob` at a master: one that leads observes its job; one that is taking over says what it is busy
+with."""
 
 from __future__ import annotations
 
@@ -80,7 +81,11 @@ def _counting(spec: JobSpec, lasted: str) -> Cause:
     sources = [*spec.dataset.urls, *(spec.evaluation_dataset.urls if spec.evaluation_dataset else ())]
     return Cause(
         code=Code.COUNTING_DATASET,
-        summary=f"The master counts the dataset's records, for {lasted} so far; no task can be given out before.",
-        details=(f"The dataset: {', '.join(sources)}.", "Counts are kept: a master that follows goes on with them."),
+        summary=f"The master counts the dataset's records, for {lasted} so far; no task can be given out "
+        "before.",
+        details=(
+            f"The dataset: {', '.join(sources)}.",
+            "Counts are kept: a master that follows goes on with them.",
+        ),
         hints=("wait: Parquet and NumPy files count at once, lines and CSV are read in full",),
     )

@@ -1,13 +1,16 @@
-"""The master without REST: `Master` leads, or stands by until it may. What its methods promise holds across masters.
+"""The master without REST: `Master` leads, or stands by until it may. What its methods promise holds across
+masters.
 
-run(): lease -> campaign -> take over -> Term ... lock or lease lost -> again, as a candidate with nothing in memory
-methods: NotLeader on a standby (with the leader's url), NotReady while taking over, else the answer once etcd has it
+run(): lease -> campaign -> take over -> Term ... lock or lease lost -> again, as a candidate with nothing in
+memory methods: NotLeader on a standby (with the leader's url), NotReady while taking over, else the answer
+once etcd has it
 
 A Term has the writer, the watch of the members and the supervisor. They all end with the lock.
 
 A new leader takes the job over: write under the lock -> read every key -> the job as etcd holds it.
 
-lock held --> first write under it (a master's address) --> all keys read --> spec agreed --> dataset loaded or counted --> Job
+lock held --> first write under it (a master's address) --> all keys read --> spec agreed --> dataset loaded
+    or counted --> Job
 
 The first writes of a term land once each, right after the last write of the term before.
 """
@@ -124,7 +127,10 @@ class Term:
         kept = latest.kept if latest is not None else ()
         if ref is None:
             return Origin(
-                state.timeline, None if state.checkpoint else 0, None if state.checkpoint else state.timeline, kept
+                state.timeline,
+                None if state.checkpoint else 0,
+                None if state.checkpoint else state.timeline,
+                kept,
             )
         return Origin(state.timeline, ref.step, ref.timeline, kept)
 
@@ -132,7 +138,9 @@ class Term:
         """For trackers, once the job has ended and they can read all of it."""
         state = self.job.state
         return (
-            result_of(state.phase, state.reason, state.result) if state.phase.final and self.series.all_stored else None
+            result_of(state.phase, state.reason, state.result)
+            if state.phase.final and self.series.all_stored
+            else None
         )
 
     @property
@@ -181,24 +189,31 @@ class Master(TaskService, Leads[Term]):
     setback: PeerError | LeaseLost | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.candidate = Candidate(self.name, "taking over the job (counting the dataset, reading the queues)")
+        self.candidate = Candidate(
+            self.name, "taking over the job (counting the dataset, reading the queues)"
+        )
 
     def __repr__(self) -> str:
-        role = f"term {self.current_term.number}, {self.current_term.job}" if self.current_term else "standing by"
+        role = (
+            f"term {self.current_term.number}, {self.current_term.job}"
+            if self.current_term
+            else "standing by"
+        )
         return f"<Master {self.name} at {self.url}: {role}>"
 
     # ---------------------------------------------------------------- life
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Lead or stand by until `stopping`, then give up the lease at once. Raises errors that a new term would meet again."""
+        """Lead or stand by until `stopping`, then give up the lease at once. Raises errors that a new term
+        would meet again."""
         await stand(self.etcd, self.ttl_s, stopping, self.lead, self._note_setback)
 
     def _note_setback(self, error: PeerError | LeaseLost) -> None:
         self.setback = error
 
     async def lead(self, lease: Lease) -> None:
-        """Wait for the job's lock, take the job over and lead it until cancelled, or the lock is lost (raises LockLost, in an
-        ExceptionGroup). Raises what `take_over` raises."""
+        """Wait for the job's lock, take the job over and lead it until cancelled, or the lock is lost (raises
+        LockLost, in an ExceptionGroup). Raises what `take_over` raises."""
         election = self.candidate.elected(
             self.etcd, self.keys.master_lock, lease, self.probe, url=self.url, network=self.network
         )
@@ -237,7 +252,9 @@ class Master(TaskService, Leads[Term]):
         taken = series.note(current_metrics(self.job, batch))
         if batch.whole and taken.next is not None:
             losses = {number: epoch.sums.get(LOSS) for number, epoch in series.epochs.items()}
-            self.metrics.know_epochs({number: (loss.total, loss.weight) for number, loss in losses.items() if loss})
+            self.metrics.know_epochs(
+                {number: (loss.total, loss.weight) for number, loss in losses.items() if loss}
+            )
             if series.timeline != before:
                 self.metrics.know_steps(series.step_losses())
         if batch.store:
@@ -248,7 +265,8 @@ class Master(TaskService, Leads[Term]):
     # ---------------------------------------------------------------- waiting for a task
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
-        """As TaskService does; if there is no task, the answer comes when there may be one, at most `ask.wait_s` later."""
+        """As TaskService does; if there is no task, the answer comes when there may be one, at most
+        `ask.wait_s` later."""
         deadline = clock.monotonic() + ask.wait_s
         woken = False
         while True:
@@ -281,7 +299,8 @@ PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """What a new leader starts from. `revision`: of the reading; watches continue from the next one. `news`: of a job that it has opened."""
+    """What a new leader starts from. `revision`: of the reading; watches continue from the next one. `news`:
+    of a job that it has opened."""
 
     commit_revision: int
     revision: int
@@ -291,13 +310,19 @@ class Takeover:
 
 
 async def take_over(
-    etcd: Etcd, keys: Keys, lock: HeldLock, spec: JobSpec | None, storage: Callable[[JobSpec], JobStorage], *first: Put
+    etcd: Etcd,
+    keys: Keys,
+    lock: HeldLock,
+    spec: JobSpec | None,
+    storage: Callable[[JobSpec], JobStorage],
+    *first: Put,
 ) -> Takeover:
     """Write `first` under the lock (a master's address), read every key, restore the job.
 
-    Raises LockLost; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the dataset has changed.
-    StorageUnreachable: nothing is decided, and the next candidate tries again, perhaps with a better way to the storage.
-    If the dataset cannot be read the job fails, and its state tells the user why; that is not raised.
+    Raises LockLost; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the
+    dataset has changed. StorageUnreachable: nothing is decided, and the next candidate tries again, perhaps
+    with a better way to the storage. If the dataset cannot be read the job fails, and its state tells the
+    user why; that is not raised.
     """
     commit_revision = await write_first(etcd, lock, keys.commit, first)
     found, revision = await read_below(etcd, keys.prefix)
@@ -337,7 +362,8 @@ async def take_over(
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
-    """The spec in etcd. `given` may differ in the numbers of members and in the digests of the script, in nothing else. Raises NotFound, Conflict."""
+    """The spec in etcd. `given` may differ in the numbers of members and in the digests of the script, in
+    nothing else. Raises NotFound, Conflict."""
     stored = found.get(keys.spec)
     if stored is None:
         if given is None:
@@ -348,7 +374,9 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
     if given is None:
         return spec
     differing = [
-        name for name in JobSpec.model_fields if name not in ELASTIC and getattr(given, name) != getattr(spec, name)
+        name
+        for name in JobSpec.model_fields
+        if name not in ELASTIC and getattr(given, name) != getattr(spec, name)
     ]
     if differing:
         name = differing[0]
@@ -365,7 +393,9 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
     return given
 
 
-async def _open_job(meta: KeyValue | None, spec: JobSpec, storage: JobStorage) -> tuple[Job, DatasetError | None]:
+async def _open_job(
+    meta: KeyValue | None, spec: JobSpec, storage: JobStorage
+) -> tuple[Job, DatasetError | None]:
     """A job with nothing done. It has no tasks if the dataset cannot be read."""
     known = must_read(TaskMeta, meta.key, meta.value) if meta else None
     try:
@@ -374,7 +404,9 @@ async def _open_job(meta: KeyValue | None, spec: JobSpec, storage: JobStorage) -
         evaluation = None
         if spec.evaluation_dataset is not None:
             digest = known.evaluation_digest if known else ""
-            sizes = TaskSizes.evaluated(spec, _task_records(spec, known, known.evaluation_task_records if known else 0))
+            sizes = TaskSizes.evaluated(
+                spec, _task_records(spec, known, known.evaluation_task_records if known else 0)
+            )
             evaluation = await _table(storage, spec.evaluation_dataset, sizes, digest)
     except DatasetError as error:
         log.warning("dataset_unreadable", cause=error.message)
@@ -388,7 +420,8 @@ def _task_records(spec: JobSpec, known: TaskMeta | None, of_table: int) -> int:
 
 
 async def _table(storage: JobStorage, source: Dataset, sizes: TaskSizes, digest: str) -> FileTable:
-    """`digest`: of a job that has begun; a table that is lost is counted again then. Raises DatasetError, StorageUnreachable."""
+    """`digest`: of a job that has begun; a table that is lost is counted again then. Raises DatasetError,
+    StorageUnreachable."""
     if digest:
         try:
             return await storage.load_table(digest)
@@ -402,8 +435,14 @@ async def _table(storage: JobStorage, source: Dataset, sizes: TaskSizes, digest:
         raise DatasetError(error.message, hint=error.hint) from error
     except DatasetError as error:
         cause = error.__cause__
-        if digest and isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError | NotADirectoryError):
-            raise StorageUnreachable(error.message, hint="make the dataset reachable; it is tried again") from error
+        if (
+            digest
+            and isinstance(cause, OSError)
+            and not isinstance(cause, FileNotFoundError | NotADirectoryError)
+        ):
+            raise StorageUnreachable(
+                error.message, hint="make the dataset reachable; it is tried again"
+            ) from error
         raise
     if not table.tasks:
         urls = ", ".join(source.urls)

@@ -1,7 +1,9 @@
 """A masterless job at one trainer: it decides about its own tasks, and one trainer at a time also sweeps.
 
-    always:  one watch keeps the job current ─► acquire, complete, fail: decided here, written by compare-and-set
-    lease ─► sweep/lock ─► open the job (spec, dataset counted, tasks/meta) ─► Supervisor: members, phases, late and lost
+    always:  one watch keeps the job current
+        ─► acquire, complete, fail: decided here, written by compare-and-set
+    lease ─► sweep/lock ─► open the job (spec, dataset counted, tasks/meta)
+        ─► Supervisor: members, phases, late and lost
              tasks, rollbacks ... lock or lease lost ─► candidate again; another trainer sweeps
 
 A candidate that finds the sweeper's port closed revokes its lease, as master candidates do (election.py).
@@ -28,7 +30,14 @@ from master_service.store.writer import HeldLock, LeaderWriter
 from trireme_shared.platform.etcd import Lease, LeaseLost
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import PeerError
-from trireme_shared.protocol.records import AcquireTask, MasterLock, MetricBatch, MetricsTaken, TaskAnswer, TaskProgress
+from trireme_shared.protocol.records import (
+    AcquireTask,
+    MasterLock,
+    MetricBatch,
+    MetricsTaken,
+    TaskAnswer,
+    TaskProgress,
+)
 from trireme_shared.protocol.records.tasks import HeldTask, TrainerProgress
 
 WRITE_S = 3.0
@@ -60,7 +69,11 @@ class Dispatcher(TaskService):
 
     @property
     def evictions(self) -> Evictions:
-        return self._supervisor.evictions if self._supervisor is not None else Evictions(self.etcd, self.keys, None)
+        return (
+            self._supervisor.evictions
+            if self._supervisor is not None
+            else Evictions(self.etcd, self.keys, None)
+        )
 
     @property
     def sweeps(self) -> bool:
@@ -70,7 +83,8 @@ class Dispatcher(TaskService):
     # ---------------------------------------------------------------- life
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`; then the sweep lock is released at once. Raises errors that a new term would meet again."""
+        """Until `stopping`; then the sweep lock is released at once. Raises errors that a new term would meet
+        again."""
         async with asyncio.TaskGroup() as group:
             working = [group.create_task(work) for work in (self.view.run(), self._writer.run())]
             leaving = asyncio.Event()
@@ -93,7 +107,9 @@ class Dispatcher(TaskService):
         """Wait for the lock, then do what its holder has to do."""
         self._lease = lease
         if self.spec is None:
-            await self.view.until(lambda view: view.spec is not None, "the job's spec (TRIREME_SPEC at some trainer)")
+            await self.view.until(
+                lambda view: view.spec is not None, "the job's spec (TRIREME_SPEC at some trainer)"
+            )
         me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
         term = await campaign(self.etcd, self.keys.sweep_lock, me, lease, self.probe, lambda _: None)
         lock = HeldLock(self.keys.sweep_lock, term, lease)
@@ -123,8 +139,11 @@ class Dispatcher(TaskService):
 
     # ---------------------------------------------------------------- reports for other processes
 
-    async def report_progress(self, task_id: str, report: TaskProgress, once: Once[None] | None = None) -> None:
-        """Written to the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
+    async def report_progress(
+        self, task_id: str, report: TaskProgress, once: Once[None] | None = None
+    ) -> None:
+        """Written to the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound,
+        PeerError."""
         assert once is None, "a trainer asks itself without a key"
         held = tasks.report_progress(self.job, task_id, report).pending[task_id]
         mine = HeldTask(
@@ -167,7 +186,8 @@ class Dispatcher(TaskService):
         return held is not None and held.record.find(task.attempt, self.name) is not None
 
     async def _keep_progress(self) -> None:
-        """What this trainer reported of the epoch is kept for REMEMBERED_S: others may not have read it yet."""
+        """What this trainer reported of the epoch is kept for REMEMBERED_S: others may not have read it
+        yet."""
         if not self._progress.records:
             return
         self._progress = self._progress.with_fields(tasks=())
@@ -181,7 +201,9 @@ class Dispatcher(TaskService):
                 await self._put(self._lease)
 
     async def _put(self, lease: Lease) -> None:
-        await self.etcd.put(self.keys.progress(self.name), self._progress.to_bytes(), lease.id, timeout_s=WRITE_S)
+        await self.etcd.put(
+            self.keys.progress(self.name), self._progress.to_bytes(), lease.id, timeout_s=WRITE_S
+        )
 
 
 @contextmanager

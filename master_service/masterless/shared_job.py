@@ -5,9 +5,9 @@ One watch of all the job's keys keeps the state current:
     snapshot (file tables loaded) ─► job ◄─ apply ── batches: what other processes wrote, in the order of etcd
                                       └─ hold() ─► draft: decided on, written; landed ─► the draft is the job
 
-While a transaction is under way the batches wait, so that the job is exactly at the commit that the transaction compares.
-Each commit has its transaction's name: `successor` tells which one came after a given commit, and so whether a write without
-an answer has landed.
+While a transaction is under way the batches wait, so that the job is exactly at the commit that the
+transaction compares. Each commit has its transaction's name: `successor` tells which one came after a given
+commit, and so whether a write without an answer has landed.
 """
 
 from __future__ import annotations
@@ -89,14 +89,17 @@ class WatchedJob:
                 log.warning("still_waiting", what=what, job=repr(self))
 
     async def run(self) -> None:
-        """Follow etcd until cancelled. Raises Conflict if the counted dataset is not the job's, StateUnreadable."""
+        """Follow etcd until cancelled. Raises Conflict if the counted dataset is not the job's,
+        StateUnreadable."""
         while True:
             async with aclosing(self._etcd.watch(*self._range)) as batches:
                 async for batch in batches:
                     if batch.reset:
                         await self._prepare({kv.key: kv for kv in batch.kvs})
                     self._receive(batch)
-                    if self._job is None and any(event.kv.key == self._keys.task_meta for event in batch.events):
+                    if self._job is None and any(
+                        event.kv.key == self._keys.task_meta for event in batch.events
+                    ):
                         break  # opened by the holder of the sweep lock: a snapshot to start from
 
     # ---------------------------------------------------------------- for the writer
@@ -203,7 +206,8 @@ class WatchedJob:
     # ---------------------------------------------------------------- opening
 
     async def _prepare(self, found: dict[str, KeyValue]) -> None:
-        """Load the file tables of a job that is open, once. They are in the job's storage, which every trainer can read."""
+        """Load the file tables of a job that is open, once. They are in the job's storage, which every
+        trainer can read."""
         meta = found.get(self._keys.task_meta)
         if meta is None or self._counted is not None:
             return
@@ -213,7 +217,9 @@ class WatchedJob:
         while self._counted is None:
             try:
                 table = await storage.load_table(known.digest)
-                evaluation = await storage.load_table(known.evaluation_digest) if known.evaluation_digest else None
+                evaluation = (
+                    await storage.load_table(known.evaluation_digest) if known.evaluation_digest else None
+                )
                 self._counted = table, evaluation
             except (DatasetError, NotFound, StorageUnreachable) as error:
                 self._obstacle = error.message
@@ -221,7 +227,8 @@ class WatchedJob:
                 await asyncio.sleep(ids.jitter(OPEN_AGAIN_S))
 
     def _reopen(self, found: dict[str, KeyValue]) -> None:
-        """From a snapshot: at the start, or when etcd's history no longer reaches back to the last batch. Raises Conflict."""
+        """From a snapshot: at the start, or when etcd's history no longer reaches back to the last batch.
+        Raises Conflict."""
         keys = self._keys
         if (kv := found.get(keys.spec)) is not None:
             self.spec = must_read(JobSpec, kv.key, kv.value)
@@ -253,7 +260,9 @@ def draft_of(job: Job) -> Job:
 
 def _forked(part: Part) -> Part:
     values = {field.name: getattr(part, field.name) for field in fields(part)}
-    owned: dict[str, Any] = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Repeats)}
+    owned: dict[str, Any] = {
+        name: value.copy() for name, value in values.items() if isinstance(value, dict | Repeats)
+    }
     return replace(part, **owned)
 
 
@@ -263,19 +272,24 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 class SharedWriter(GroupCommit):
     """The writer of this process: every trainer of a masterless job decides and writes by itself.
 
-        waiting decisions --taken together on a draft--> one txn --landed--> the draft is the job; answers, events
+        waiting decisions --taken together on a draft--> one txn --landed--> the draft is the job; answers,
+            events
                                                            |  another writer was first: wait for its commit, decide again
                                                            +- no answer: the watch shows which commit came next
-        an error instead of a write: answered only if `tasks/commit` is still where the draft began, else decided again
+        an error instead of a write: answered only if `tasks/commit` is still where the draft began, else
+        decided again
 
-    Each txn compares the mod_revision of `tasks/commit` with the commit that its draft began from, and writes that key. So
-    commits form one chain, and a decision counts only for the state it was taken on. Decisions of the sweeper also compare the
-    create_revision of the sweep lock: a trainer that lost the lock cannot write them any more.
+    Each txn compares the mod_revision of `tasks/commit` with the commit that its draft began from, and writes
+    that key. So commits form one chain, and a decision counts only for the state it was taken on. Decisions
+    of the sweeper also compare the create_revision of the sweep lock: a trainer that lost the lock cannot
+    write them any more.
 
     `losses`: how often another writer was first.
     """
 
-    def __init__(self, etcd: Etcd, keys: Keys, view: WatchedJob, on_events: Callable[[Sequence[Event]], None]) -> None:
+    def __init__(
+        self, etcd: Etcd, keys: Keys, view: WatchedJob, on_events: Callable[[Sequence[Event]], None]
+    ) -> None:
         super().__init__(keys, on_events)
         self.losses = 0
         self._etcd, self._view = etcd, view
@@ -311,7 +325,8 @@ class SharedWriter(GroupCommit):
         await asyncio.sleep(ids.jitter(pause_s))
 
     async def _confirm(self, group: Group) -> bool:
-        """Errors are answered only if the draft began from the newest commit. False: it did not. Raises PeerError."""
+        """Errors are answered only if the draft began from the newest commit. False: it did not. Raises
+        PeerError."""
         if all(error is None for _, _, error in group.outcomes):
             return True
         marker = await self._etcd.get(self._keys.commit, timeout_s=ATTEMPT_S)
@@ -331,7 +346,8 @@ class SharedWriter(GroupCommit):
         self._taken.clear()
 
     async def _commit(self, draft: Job, group: Group, lock: HeldLock | None) -> bool:
-        """Whether it landed; then the draft is the job. False: another writer committed first. Raises LockLost."""
+        """Whether it landed; then the draft is the job. False: another writer committed first. Raises
+        LockLost."""
         name, known = ids.new_id("commit").encode(), self._view.commit_revision
 
         def check() -> None:
@@ -344,7 +360,8 @@ class SharedWriter(GroupCommit):
             at = marker.mod_revision if marker else 0
             if at == known:
                 raise LockLost(
-                    "the sweep lock is lost, or a checkpoint became the newest meanwhile; the next sweeper decides"
+                    "the sweep lock is lost, or a checkpoint became the newest meanwhile; the next "
+                    "sweeper decides"
                 )
             await self._view.reached(at)
             revision, successor = self._view.successor(known) or (0, b"")

@@ -1,15 +1,15 @@
 """Counts the records of one file, as its format says.
 
-Of lines and framed records (RecordIO, TFRecord, tar files) the bytes at which tasks may start are kept: 8 bytes each. Everything here
-blocks. Every error names the URL and what to do.
+Of lines and framed records (RecordIO, TFRecord, tar files) the bytes at which tasks may start are kept: 8
+bytes each. Everything here blocks. Every error names the URL and what to do.
 
-What files say of their records before these are read: columns and types. All files of a dataset must say the same, and a job whose files
-differ fails while its records are counted, not in the middle of an epoch.
+What files say of their records before these are read: columns and types. All files of a dataset must say the
+same, and a job whose files differ fails while its records are counted, not in the middle of an epoch.
 
 footer, header, head ─► {column: type} of each file ─check─► DatasetError: file, column, both types
 
-Formats without a schema (JSON lines, TFRecord, tars, a user's own) are compared by the trainers, column by column, if the script has no
-`collate` of its own: with one their records may differ.
+Formats without a schema (JSON lines, TFRecord, tars, a user's own) are compared by the trainers, column by
+column, if the script has no `collate` of its own: with one their records may differ.
 """
 
 from __future__ import annotations
@@ -63,7 +63,12 @@ CSV_RECORDS = 100  # of each file that are parsed
 
 
 def counter_of(
-    dataset: Dataset, sizes: TaskSizes, check: Callable[[], None], beside: Path | None, heads: Heads, seed: int
+    dataset: Dataset,
+    sizes: TaskSizes,
+    check: Callable[[], None],
+    beside: Path | None,
+    heads: Heads,
+    seed: int,
 ) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
     match dataset:
@@ -108,14 +113,17 @@ def _count_parquet(file: str, heads: Heads) -> TableFile:
 
 
 def _count_arrow(file: str, heads: Heads) -> TableFile:
-    from trireme_shared.datasets.mapped_files import read_arrow  # noqa: PLC0415  pyarrow only where it is needed
+    # pyarrow only where it is needed
+    from trireme_shared.datasets.mapped_files import read_arrow  # noqa: PLC0415
 
     table = read_arrow(file)
     heads.arrow(file, table.schema)
     return TableFile(file, int(table.num_rows))
 
 
-def _count_csv(file: str, dataset: Csv, sizes: TaskSizes, check: Callable[[], None], heads: Heads) -> TableFile:
+def _count_csv(
+    file: str, dataset: Csv, sizes: TaskSizes, check: Callable[[], None], heads: Heads
+) -> TableFile:
     counted = _count_lines(file, dataset, sizes, check)
     if counted.records:
         heads.rows(file)
@@ -161,8 +169,13 @@ def check_names(dataset: Npy, files: list[str]) -> None:
             )
     names = len(dataset.columns or ())
     if dataset.columns is not None and names != (len(files) if dataset.aligned else 1):
-        msg = f"columns names {names} arrays, but there are {len(files)} files{' aligned' if dataset.aligned else ''}"
-        raise DatasetError(msg, hint="give one name, or with aligned=True one for each file", urls=list(dataset.urls))
+        msg = (
+            f"columns names {names} arrays, but there are {len(files)} "
+            f"files{' aligned' if dataset.aligned else ''}"
+        )
+        raise DatasetError(
+            msg, hint="give one name, or with aligned=True one for each file", urls=list(dataset.urls)
+        )
 
 
 def _count_npy(file: str, heads: Heads) -> TableFile:
@@ -170,7 +183,9 @@ def _count_npy(file: str, heads: Heads) -> TableFile:
         shape, _, dtype = mapped_files.read_npy_head(source)
         if not shape or dtype.hasobject:
             what = "a single number" if not shape else "Python objects"
-            raise DatasetError(f"{file} holds {what}, not rows of numbers", hint="save an array of numbers", url=file)
+            raise DatasetError(
+                f"{file} holds {what}, not rows of numbers", hint="save an array of numbers", url=file
+            )
     heads.array(file, shape, dtype)
     return TableFile(file, int(shape[0]))
 
@@ -178,7 +193,10 @@ def _count_npy(file: str, heads: Heads) -> TableFile:
 def aligned(files: list[TableFile]) -> TableFile:
     for file in files:
         if file.records != files[0].records:
-            msg = f"{file.path} has {file.records} rows, {files[0].path} has {files[0].records}, but aligned=True"
+            msg = (
+                f"{file.path} has {file.records} rows, {files[0].path} has {files[0].records}, but "
+                "aligned=True"
+            )
             raise DatasetError(msg, hint="aligned files have the same number of rows", url=file.path)
     return replace(files[0], stamp=joined_stamps([file.stamp for file in files]))
 
@@ -195,7 +213,9 @@ def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
             msg = f"{dataset.reader}.count({url!r}) failed: {type(error).__name__}: {error}"
             raise DatasetError(msg, hint="fix the reader", url=url) from error
         if records < 0:
-            raise DatasetError(f"{dataset.reader}.count({url!r}) gave {records}", hint="a count is 0 or more", url=url)
+            raise DatasetError(
+                f"{dataset.reader}.count({url!r}) gave {records}", hint="a count is 0 or more", url=url
+            )
         return TableFile(url, records)
 
     return count
@@ -204,7 +224,10 @@ def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
 def why_empty(dataset: Dataset) -> str:
     match dataset:
         case Bytes():
-            return f"a record takes {dataset.record_bytes} + {dataset.overlap} bytes: give longer files or a smaller record_bytes"
+            return (
+                f"a record takes {dataset.record_bytes} + {dataset.overlap} bytes: give longer files "
+                "or a smaller record_bytes"
+            )
         case Csv(column_names=None):
             return "the first line of a CSV file is its header; without one, give column_names"
         case _:
@@ -234,7 +257,8 @@ class TaskStarts:
 def count_framed(
     file: str, dataset: TFRecord | RecordIO | WebDataset, sizes: TaskSizes, check: Callable[[], None]
 ) -> TableFile:
-    """`check` is called often, and raises when counting shall stop. Raises DatasetError with the byte of what is damaged."""
+    """`check` is called often, and raises when counting shall stop. Raises DatasetError with the byte of what
+    is damaged."""
     with files.reading(file, dataset.kind), scanning(file) as source:
         if isinstance(dataset, RecordIO):  # readers find chunks by their heads
             records = 0
@@ -260,7 +284,8 @@ Head = Mapping[str, str]
 
 
 class Heads:
-    """Of one dataset. `note` and `check_rows` are called by the threads that count; a file that nobody noted is read by `check`."""
+    """Of one dataset. `note` and `check_rows` are called by the threads that count; a file that nobody noted
+    is read by `check`."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -283,7 +308,8 @@ class Heads:
         self.note(file, {"row": f"{dtype.newbyteorder('=')} of shape {tuple(shape[1:])}"})
 
     def rows(self, file: str) -> None:
-        """Note the columns of a CSV file, whose first rows must have the dataset's types. Raises DatasetError."""
+        """Note the columns of a CSV file, whose first rows must have the dataset's types. Raises
+        DatasetError."""
         assert self._rows is not None
         self.note(file, self._rows(file))
 
@@ -325,13 +351,19 @@ class Heads:
             if name not in head or name not in first:
                 lacking, having = (file, first_file) if name not in head else (first_file, file)
                 msg = f"{lacking} has no column {name!r}, and {having} has it"
-                hint = f"give all files the same columns, or choose those that all have: columns=({self._common(first, head)})"
+                hint = (
+                    "give all files the same columns, or choose those that all have: "
+                    f"columns=({self._common(first, head)})"
+                )
             elif isinstance(self._dataset, Npy):
                 msg = f"the rows of {file} are {head[name]}, those of {first_file} {first[name]}"
                 hint = "save them alike: numpy.save(path, array.astype(...))"
             else:
                 msg = f"column {name!r} is {head[name]} in {file} and {first[name]} in {first_file}"
-                hint = f"write it with one type in all files, or choose other columns: columns=({self._common(first, head)})"
+                hint = (
+                    "write it with one type in all files, or choose other columns: "
+                    f"columns=({self._common(first, head)})"
+                )
             return DatasetError(msg, hint=hint, url=file, column=name)
         raise AssertionError  # they differ
 
@@ -340,7 +372,8 @@ class Heads:
 
 
 def _csv_rows(dataset: Csv) -> Callable[[str], Head]:
-    from trireme_shared.datasets.csv_columns import CsvColumns  # noqa: PLC0415  pyarrow only where it is needed
+    # pyarrow only where it is needed
+    from trireme_shared.datasets.csv_columns import CsvColumns  # noqa: PLC0415
     from trireme_shared.datasets.line_scan import read_raw  # noqa: PLC0415
 
     columns = CsvColumns(dataset)
@@ -359,7 +392,8 @@ def _csv_rows(dataset: Csv) -> Callable[[str], Head]:
 
 
 def _kind(kind: pa.DataType) -> str:
-    """The type as batches show it: spellings of one type (`string`, `large_string`, a dictionary of strings) are one kind."""
+    """The type as batches show it: spellings of one type (`string`, `large_string`, a dictionary of strings)
+    are one kind."""
     from pyarrow import types  # noqa: PLC0415
 
     if types.is_dictionary(kind):

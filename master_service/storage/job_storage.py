@@ -1,10 +1,13 @@
-"""What the master reads and writes in the job's storage: file tables, checkpoints' manifests, metrics by step.
+"""What the master reads and writes in the job's storage: file tables, checkpoints' manifests, metrics by
+step.
 
 Records are counted once, and the answer is kept: a new master does not count again.
 
-    urls --expand--> files --count each (threads; counting.py)--> FileTable --save--> {storage}/dataset-<digest>.json --load-->
+    urls --expand--> files --count each (threads; counting.py)--> FileTable --save-->
+        {storage}/dataset-<digest>.json --load-->
 
-    stopped before the end: file counted --every KEEP_S, and when stopped--> {storage}/counting-<digest>.json --next master--> taken if the file is unchanged
+    stopped before the end: file counted --every KEEP_S, and when stopped--> {storage}/counting-<digest>.json
+        --next master--> taken if the file is unchanged
 """
 
 from __future__ import annotations
@@ -21,14 +24,28 @@ from pathlib import Path
 from typing import Protocol
 
 from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
-from master_service.storage.counting import Counter, Heads, Progress, aligned, check_names, counter_of, why_empty
+from master_service.storage.counting import (
+    Counter,
+    Heads,
+    Progress,
+    aligned,
+    check_names,
+    counter_of,
+    why_empty,
+)
 from master_service.storage.series_files import SeriesFiles, StoredSeries
 from trireme_shared.checkpoints import stored
 from trireme_shared.datasets.dataset_files import files_of, stamp_of
 from trireme_shared.datasets.user_modules import find_beside
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.storage import files
-from trireme_shared.protocol.errors import DatasetError, InvalidArgument, NotFound, StorageUnreachable, TriremeError
+from trireme_shared.protocol.errors import (
+    DatasetError,
+    InvalidArgument,
+    NotFound,
+    StorageUnreachable,
+    TriremeError,
+)
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.datasets import (
@@ -47,7 +64,8 @@ KEEP_S = 5.0
 
 
 class JobStorage(Protocol):
-    """The port to datasets and storage; the simulation has one without threads and files. `series`: None: metrics are not kept."""
+    """The port to datasets and storage; the simulation has one without threads and files. `series`: None:
+    metrics are not kept."""
 
     series: SeriesFiles | None
 
@@ -56,8 +74,8 @@ class JobStorage(Protocol):
         ...
 
     async def load_table(self, digest: str) -> FileTable:
-        """The table that `count` saved. Raises NotFound if it is not there any more, DatasetError if it is damaged;
-        StorageUnreachable if the storage does not say: it may be there."""
+        """The table that `count` saved. Raises NotFound if it is not there any more, DatasetError if it is
+        damaged; StorageUnreachable if the storage does not say: it may be there."""
         ...
 
     async def script_folder(self) -> Path:
@@ -78,7 +96,8 @@ async def _as_it_is(script: str) -> Path:
 
 
 async def remove_files(spec: JobSpec) -> None:
-    """All files of a job that has ended: checkpoints, exports, tables. Raises StorageUnreachable; call it again then."""
+    """All files of a job that has ended: checkpoints, exports, tables. Raises StorageUnreachable; call it
+    again then."""
     try:
         await asyncio.to_thread(files.remove_tree, spec.storage)
     except OSError as error:
@@ -87,8 +106,9 @@ async def remove_files(spec: JobSpec) -> None:
 
 
 class FileStorage:
-    """Below the spec's `storage` (an fsspec URL). Reading files blocks, so it happens in threads. `find_script`: where the job's
-    script lies on this host; asked for datasets that name a module of it (shared/trireme_shared/platform/membership/local_script.py)."""
+    """Below the spec's `storage` (an fsspec URL). Reading files blocks, so it happens in threads.
+    `find_script`: where the job's script lies on this host; asked for datasets that name a module of it
+    (shared/trireme_shared/platform/membership/local_script.py)."""
 
     def __init__(self, spec: JobSpec, find_script: Callable[[str], Awaitable[Path]] = _as_it_is) -> None:
         self._storage, self._job, self._script, self._seed = spec.storage, spec.job, spec.script, spec.seed
@@ -147,9 +167,10 @@ def count_records(
     beside: Path | None = None,
     seed: int = 0,
 ) -> FileTable:
-    """The file table of a dataset; `sizes`: how large its tasks are, or records of each. `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
-    where an earlier count was stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a
-    Custom dataset may lie. `seed`: of the job, for objects of the script.
+    """The file table of a dataset; `sizes`: how large its tasks are, or records of each. `progress(files
+    counted, files)` is called in the calling thread. With `partial` it goes on where an earlier count was
+    stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a Custom
+    dataset may lie. `seed`: of the job, for objects of the script.
 
     Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
@@ -184,9 +205,14 @@ def count_records(
         raise DatasetError(msg, hint=why_empty(dataset), urls=list(dataset.urls))
     table = sizes.table(counted)
     if not table.tasks:
-        msg = f"drop_last leaves out all {table.left_out} records: no file has the {sizes.minibatch} of a minibatch"
+        msg = (
+            f"drop_last leaves out all {table.left_out} records: no file has the {sizes.minibatch} of "
+            "a minibatch"
+        )
         raise DatasetError(
-            msg, hint="leave drop_last out, lower global_batch_size, or join the files", urls=list(dataset.urls)
+            msg,
+            hint="leave drop_last out, lower global_batch_size, or join the files",
+            urls=list(dataset.urls),
         )
     return replace(table, digest=digest_of(table))
 
@@ -197,7 +223,8 @@ def digest_of(table: FileTable) -> str:
 
 
 def save(table: FileTable, storage_url: str) -> str:
-    """Write the table below `storage_url`, all or nothing; its URL. Raises DatasetError if that cannot be written."""
+    """Write the table below `storage_url`, all or nothing; its URL. Raises DatasetError if that cannot be
+    written."""
     url = _table_url(storage_url, table.digest)
     try:
         files.write_bytes(url, _content(table))
@@ -208,8 +235,8 @@ def save(table: FileTable, storage_url: str) -> str:
 
 
 def load(storage_url: str, digest: str) -> FileTable:
-    """The table `save` wrote. Raises NotFound if it is missing, DatasetError if it is not the one that `digest` names: count again.
-    StorageUnreachable: the storage does not say, or refuses access."""
+    """The table `save` wrote. Raises NotFound if it is missing, DatasetError if it is not the one that
+    `digest` names: count again. StorageUnreachable: the storage does not say, or refuses access."""
     url = _table_url(storage_url, digest)
     hint = "every master needs the same storage; the dataset is counted again"
     try:
@@ -218,7 +245,9 @@ def load(storage_url: str, digest: str) -> FileTable:
         raise NotFound(f"the file table {url} does not exist (any more)", hint=hint, url=url) from error
     except OSError as error:
         msg = f"the file table {url} cannot be read now: {error}"
-        raise StorageUnreachable(msg, hint="make the job's storage reachable; it is tried again", url=url) from error
+        raise StorageUnreachable(
+            msg, hint="make the job's storage reachable; it is tried again", url=url
+        ) from error
     with files.reading(url, "a file table"):
         table = FileTable.from_map(json.loads(content), digest)
         found = digest_of(table)
@@ -236,7 +265,8 @@ def _table_url(storage_url: str, digest: str) -> str:
 
 
 def _stamped(dataset: Dataset, count: Counter) -> Counter:
-    """Files get the stamp that they had before their records were counted: one that is replaced meanwhile differs from it."""
+    """Files get the stamp that they had before their records were counted: one that is replaced meanwhile
+    differs from it."""
     if isinstance(dataset, MapStyle | IterableStyle | ImageFolder):
         return count
 
@@ -264,10 +294,11 @@ class CountingStopped(Exception):
 
 
 class PartialCounts:
-    """Counts of a dataset that was not counted to its end: the next master goes on where the last one was stopped.
+    """Counts of a dataset that was not counted to its end: the next master goes on where the last one was
+    stopped.
 
-    Of one dataset whose tasks are cut in one way. Its methods block; several threads may count at once. What cannot be kept or read is
-    counted again.
+    Of one dataset whose tasks are cut in one way. Its methods block; several threads may count at once. What
+    cannot be kept or read is counted again.
     """
 
     def __init__(self, storage_url: str, dataset: Dataset, sizes: TaskSizes | int) -> None:
@@ -295,7 +326,8 @@ class PartialCounts:
         log.info("counting_goes_on", files=self._kept)
 
     def counted(self, url: str, count: Counter) -> TableFile:
-        """The count of a file, as kept if the file is unchanged. Raises CountingStopped, and what `count` raises."""
+        """The count of a file, as kept if the file is unchanged. Raises CountingStopped, and what `count`
+        raises."""
         self.check()
         stamp = files.stamp(url)
         known, file = self._counted.get(url, ("", None))

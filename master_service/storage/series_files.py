@@ -90,8 +90,9 @@ def to_read(names: Iterable[str]) -> tuple[list[str], list[str]]:
 async def read_all(
     stored: SeriesFiles, before: StoredMetrics | None = None, aside: Aside = asyncio.to_thread
 ) -> StoredMetrics:
-    """All that is stored; for a job that a master may still lead, what it has written. `before`: what was read last, which is given back
-    if there are no other files since. One file at a time is in memory. Raises OSError."""
+    """All that is stored; for a job that a master may still lead, what it has written. `before`: what was
+    read last, which is given back if there are no other files since. One file at a time is in memory. Raises
+    OSError."""
     for _ in range(ATTEMPTS):
         found = StoredMetrics(tuple(to_read(await stored.names())[0]))
         if before is not None and before.names == found.names:
@@ -112,15 +113,25 @@ def encoded(
     *,
     everything: bool = False,
 ) -> bytes:
-    """`steps`: which of the whole steps, from `first` on, the file holds. `epochs`: which are told. `everything`: also the steps that the job left."""
+    """`steps`: which of the whole steps, from `first` on, the file holds. `epochs`: which are told.
+    `everything`: also the steps that the job left."""
     document: dict[str, Any] = {"version": 1, "series": _series(table)}
     if steps is not None:
-        told = {str(number): [epoch.first, epoch.sums] for number, epoch in steps.epochs.items() if number in epochs}
+        told = {
+            str(number): [epoch.first, epoch.sums]
+            for number, epoch in steps.epochs.items()
+            if number in epochs
+        }
         document["steps"] = {"first": first, "next": steps.next, "timeline": steps.timeline, "epochs": told}
         if everything:
             left = steps.left
             tables = {timeline: _series(kept) for timeline, kept in left.tables.items()}
-            document["left"] = {"begins": left.begins, "ends": left.ends, "epochs": left.epochs, "tables": tables}
+            document["left"] = {
+                "begins": left.begins,
+                "ends": left.ends,
+                "epochs": left.epochs,
+                "tables": tables,
+            }
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -136,7 +147,8 @@ def _series(table: SeriesTable) -> dict[str, Any]:
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """As `dict`, but in Python: there a thread gives others their turn, once for each series, and not after some megabytes only."""
+    """As `dict`, but in Python: there a thread gives others their turn, once for each series, and not after
+    some megabytes only."""
     return dict(pairs)
 
 
@@ -146,7 +158,8 @@ def add_encoded(table: SeriesTable, steps: WholeSteps, content: bytes, name: str
         document = json.loads(content, object_pairs_hook=_members)
         held, known = document.get("steps"), False
         if held is not None and int(held["next"]) <= steps.next and int(held["timeline"]) <= steps.timeline:
-            known = True  # it is of a master that had not read what one before it, which was frozen, wrote late
+            # it is of a master that had not read what one before it, which was frozen, wrote late
+            known = True
         elif held is not None and int(held["first"]) < steps.next:
             steps.rewind(int(held["first"]), table)  # an earlier master wrote them, too, or the job went back
         _add_series(table, document["series"], whole=not known)
@@ -201,23 +214,29 @@ class SeriesReader:
         return f"<SeriesReader: {len(self._reading)} jobs being read, {len(self._kept)} kept>"
 
     async def read(self, job: str, stored: SeriesFiles | None) -> StoredMetrics:
-        """`stored` None: the job keeps no metrics. Who asks for the same job meanwhile waits for the same read. Raises StorageUnreachable,
-        TooManyRequests; DeadlineExceeded: it goes on, ask again."""
+        """`stored` None: the job keeps no metrics. Who asks for the same job meanwhile waits for the same
+        read. Raises StorageUnreachable, TooManyRequests; DeadlineExceeded: it goes on, ask again."""
         if stored is None:
             return StoredMetrics()
         reading = self._reading.get(job)
         if reading is None:
             if len(self._reading) >= MOST_WAITING:
-                raise TooManyRequests(f"the metrics of {MOST_WAITING} jobs are being read here, at most so many may be")
+                raise TooManyRequests(
+                    f"the metrics of {MOST_WAITING} jobs are being read here, at most so many may be"
+                )
             reading = self._reading[job] = asyncio.ensure_future(self._read(job, stored))
             reading.add_done_callback(partial(self._ended, job))
         try:
             async with asyncio.timeout(READ_S):
                 return await asyncio.shield(reading)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the metrics of job {job} were not read within {READ_S:g} s; ask again") from error
+            raise DeadlineExceeded(
+                f"the metrics of job {job} were not read within {READ_S:g} s; ask again"
+            ) from error
         except OSError as error:
-            raise StorageUnreachable(f"the stored metrics of job {job} cannot be read: {error}; ask again") from error
+            raise StorageUnreachable(
+                f"the stored metrics of job {job} cannot be read: {error}; ask again"
+            ) from error
 
     def _ended(self, job: str, reading: asyncio.Future[StoredMetrics]) -> None:
         del self._reading[job]

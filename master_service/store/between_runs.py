@@ -1,7 +1,9 @@
 """What the user changes of a job before its members are started.
 
-FAILED, not through its script, no lock held --start_again--> WAITING: the first master takes the job back to its newest checkpoint
-another spec, no lock held --renew--> what may change is written; more epochs: COMPLETED --> WAITING, and training goes on
+FAILED, not through its script, no lock held --start_again--> WAITING: the first master takes the job back to
+    its newest checkpoint
+another spec, no lock held --renew--> what may change is written; more epochs: COMPLETED --> WAITING, and
+    training goes on
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ log = telemetry.logger("start_again")
 
 
 async def start_again(etcd: Etcd, keys: Keys) -> bool:
-    """Whether the job was opened again; False if there is nothing to do. Call it only on the user's request: masters that
-    follow each other leave a failed job as it is. Raises Conflict if a master runs, PeerError, StateUnreadable."""
+    """Whether the job was opened again; False if there is nothing to do. Call it only on the user's request:
+    masters that follow each other leave a failed job as it is. Raises Conflict if a master runs, PeerError,
+    StateUnreadable."""
     found = await etcd.get(keys.state)
     if found is None:
         return False
@@ -44,8 +47,9 @@ async def start_again(etcd: Etcd, keys: Keys) -> bool:
 async def renew(
     etcd: Etcd, keys: Keys, wanted: JobSpec, offload: Callable[..., Awaitable[Any]] = asyncio.to_thread
 ) -> bool:
-    """Give the job what may change of `wanted` (trireme_shared.protocol.records.setting_effects); whether anything did. With more epochs training goes
-    on, also if the job was COMPLETED. Raises Conflict if a master runs or stop_early has ended the job; OSError; as `start_again`."""
+    """Give the job what may change of `wanted` (trireme_shared.protocol.records.setting_effects); whether
+    anything did. With more epochs training goes on, also if the job was COMPLETED. Raises Conflict if a
+    master runs or stop_early has ended the job; OSError; as `start_again`."""
     found, state = await etcd.get(keys.spec), await etcd.get(keys.state)
     if found is None or state is None:
         return False
@@ -71,7 +75,8 @@ async def renew(
 
 
 def _not_final(spec: JobSpec, latest: CheckpointLatest) -> CheckpointLatest:
-    """The version that was the last one is evaluated as any other of its kind, so its checkpoint is told which evaluation it is of."""
+    """The version that was the last one is evaluated as any other of its kind, so its checkpoint is told
+    which evaluation it is of."""
     kept = []
     for ref in latest.kept:
         number = 0
@@ -87,7 +92,11 @@ def _not_final(spec: JobSpec, latest: CheckpointLatest) -> CheckpointLatest:
 
 
 async def _write(
-    etcd: Etcd, keys: Keys, unchanged: list[Compare], changes: tuple[Change, ...], puts: list[Put] | None = None
+    etcd: Etcd,
+    keys: Keys,
+    unchanged: list[Compare],
+    changes: tuple[Change, ...],
+    puts: list[Put] | None = None,
 ) -> None:
     """Raises Conflict if a master runs, or somebody else wrote meanwhile."""
     nobody = [Compare.create(lock, "==", 0) for lock in (keys.master_lock, keys.sweep_lock)]

@@ -1,9 +1,12 @@
-"""What the changes of a job are in etcd: the keys and values that they write, the job that keys restore, and how many writes fit together.
+"""What the changes of a job are in etcd: the keys and values that they write, the job that keys restore, and
+how many writes fit together.
 
 etcd refuses a transaction with more operations or bytes, and then no master could go on:
-decisions' writes --takes?--> add --one transaction--> etcd          too large alone --> TooLarge, for its caller only
+decisions' writes --takes?--> add --one transaction--> etcd
+    too large alone --> TooLarge, for its caller only
 
-The members as etcd has them: watches of trainers, of pservers and initialisation, and of checkpoints, as one `Members` value.
+The members as etcd has them: watches of trainers, of pservers and initialisation, and of checkpoints, as one
+`Members` value.
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ V = TypeVar("V")
 
 
 def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[Put | Delete]:
-    """The fewest operations that have the effect of `changes` in order. No key is written twice. Only NextEpoch needs the job."""
+    """The fewest operations that have the effect of `changes` in order. No key is written twice. Only
+    NextEpoch needs the job."""
     by_key: dict[str, Put | Delete] = {}
     for change in changes:
         merge(by_key, _operations(keys, job, change))
@@ -89,7 +93,11 @@ def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[P
 
 def compares(keys: Keys, changes: Iterable[Change]) -> list[Compare]:
     """What the transaction of `changes` depends on, beside its chain."""
-    return [Compare.mod(keys.latest, "==", change.revision) for change in changes if isinstance(change, RequireLatest)]
+    return [
+        Compare.mod(keys.latest, "==", change.revision)
+        for change in changes
+        if isinstance(change, RequireLatest)
+    ]
 
 
 def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Delete, ...]:
@@ -135,7 +143,8 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
         case DropEvaluation(number):
             return (Delete(keys.evaluation_result(number)),)
         case DropEvaluationsAfter(number):
-            return (Delete(keys.evaluation_result(number + 1), keys.evaluations[:-1] + "0"),)  # "0" follows "/"
+            # "0" follows "/"
+            return (Delete(keys.evaluation_result(number + 1), keys.evaluations[:-1] + "0"),)
         case KeptAnswer():
             return (Put(keys.answer(change.key), change.to_bytes()),)
         case DropAnswer(key):
@@ -148,7 +157,9 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
             return (Delete(keys.layout), Delete(keys.init_done))
         case RestartQueue(kind):
             name = kind.lower()  # "." follows "-"
-            ranges = [Delete(of(f"{name}-"), of(f"{name}.")) for of in (keys.pending, keys.requeued, keys.discarded)]
+            ranges = [
+                Delete(of(f"{name}-"), of(f"{name}.")) for of in (keys.pending, keys.requeued, keys.discarded)
+            ]
             return (Delete(keys.cursor(name)), *ranges)
         case NextEpoch(epoch):
             assert job is not None
@@ -177,8 +188,8 @@ def _places(keys: Keys) -> dict[type[JobRecord], str]:
 
 
 def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
-    """The key that tells the members that a checkpoint is wanted: it is there while a CREATE_CHECKPOINT is running. At most one
-    operation writes it at a time."""
+    """The key that tells the members that a checkpoint is wanted: it is there while a CREATE_CHECKPOINT is
+    running. At most one operation writes it at a time."""
     if operation.kind is not OperationKind.CREATE_CHECKPOINT or operation.after or operation.joined:
         return ()
     if not operation.running:
@@ -188,7 +199,8 @@ def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
 
 
 def restore(job: Job, keys: Keys, found: dict[str, KeyValue], now: float) -> None:
-    """In place: a new job takes what etcd holds. Pending tasks get a new full deadline. Raises Conflict, StateUnreadable."""
+    """In place: a new job takes what etcd holds. Pending tasks get a new full deadline. Raises Conflict,
+    StateUnreadable."""
     kv = found.get(keys.task_meta)
     if kv is not None:
         meta = must_read(TaskMeta, kv.key, kv.value)
@@ -211,7 +223,8 @@ def restore_events(job: Job, keys: Keys, found: dict[str, KeyValue]) -> None:
 
 
 def apply_event(job: Job, keys: Keys, event: WatchEvent, now: float) -> None:
-    """In place: a job that holds all earlier writes takes this one of another process. Raises StateUnreadable."""
+    """In place: a job that holds all earlier writes takes this one of another process. Raises
+    StateUnreadable."""
     with understood(event.kv.key, event.kv.value):
         change = _change_of(keys, job, event)
         if change is not None:
@@ -287,10 +300,12 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
 
 
 def _check_same_dataset(counted: TaskMeta, stored: TaskMeta) -> None:
-    """The queues are computed from the file table: with another table the same numbers would mean other records."""
+    """The queues are computed from the file table: with another table the same numbers would mean other
+    records."""
     if (counted.digest, counted.evaluation_digest) != (stored.digest, stored.evaluation_digest):
         msg = (
-            f"the dataset has changed since the job began: file table {counted.digest[:12]} of {counted.tasks} tasks now, "
+            f"the dataset has changed since the job began: file table {counted.digest[:12]} of "
+            f"{counted.tasks} tasks now, "
             f"{stored.digest[:12]} of {stored.tasks} tasks then; restore the files or start a new job"
         )
         raise Conflict(msg)
@@ -309,7 +324,9 @@ async def read_events(etcd: Etcd, prefix: str) -> EventLog:
 def chunk_of(key: str, value: bytes) -> PutEvents | None:
     """None: it holds no events (this is logged)."""
     told = read_record(EventChunk, key, value)
-    return PutEvents(told.events[0].event_id, told.events[-1].event_id, value) if told and told.events else None
+    return (
+        PutEvents(told.events[0].event_id, told.events[-1].event_id, value) if told and told.events else None
+    )
 
 
 class Batch:
@@ -414,7 +431,8 @@ class MembersWatch:
             self._set(key, kv)
 
     def _set(self, key: str, kv: KeyValue | None) -> None:
-        """In place: one key has this value now, None: it is gone. Only its own value is read, however many members there are."""
+        """In place: one key has this value now, None: it is gone. Only its own value is read, however many
+        members there are."""
         keys, before, value = self._keys, self._members, kv.value if kv else None
         if kv is None:
             self._kvs.pop(key, None)
@@ -422,7 +440,10 @@ class MembersWatch:
             self._kvs[key] = kv
         update: dict[str, object]
         if key.startswith(keys.pservers):
-            pserver, index = read_record(PserverMember, key, value), read_number(key, keys.name_of(key).encode())
+            pserver, index = (
+                read_record(PserverMember, key, value),
+                read_number(key, keys.name_of(key).encode()),
+            )
             revision = kv.create_revision if kv and pserver else None
             update = {
                 "pservers": _with(before.pservers, index, pserver),
@@ -442,7 +463,10 @@ class MembersWatch:
                 "layout": read_record(Layout, key, value),
             }
         elif key == keys.init_done:
-            update = {"init_done": kv is not None, "initialiser": kv.value.decode(errors="replace") if kv else ""}
+            update = {
+                "init_done": kv is not None,
+                "initialiser": kv.value.decode(errors="replace") if kv else "",
+            }
         else:
             trainer = read_record(TrainerMember, key, value)
             name = keys.name_of(key)
@@ -464,7 +488,8 @@ def _left(before: tuple[str, ...], name: str, last: TrainerMember | PserverMembe
 
 
 def _with(before: Mapping[K, V], key: K | None, value: V | None) -> dict[K, V]:
-    """A copy; what is new comes last. A `value` of None is left out; a `key` that cannot be read is ignored."""
+    """A copy; what is new comes last. A `value` of None is left out; a `key` that cannot be read is
+    ignored."""
     found = dict(before)
     if key is not None and value is None:
         found.pop(key, None)

@@ -1,17 +1,21 @@
-"""The master's only writer: decide -> compare-and-set -> answer. No answer is given before etcd has the changes.
+"""The master's only writer: decide -> compare-and-set -> answer. No answer is given before etcd has the
+changes.
 
     waiting decisions --taken together--> one txn --landed--> answers, events
                                             |  refused: LockLost; a new term reads everything again
                                             +- no answer: read back; landed, or send the very same txn again
 
-Two compares fence each txn: the lock's create_revision (the term), and the value of `tasks/commit`. Every txn writes its own
-name there, so the commits of a master form a chain: each lands right after the one that it was decided on. An attempt that
-lands late, after it was given up, is refused; so repeating a txn after the read-back cannot apply it twice. This allows a
-second txn while the first is under way (`MAX_UNDER_WAY`), once it carries as much as the first. Answers come in order.
+Two compares fence each txn: the lock's create_revision (the term), and the value of `tasks/commit`. Every txn
+writes its own name there, so the commits of a master form a chain: each lands right after the one that it was
+decided on. An attempt that lands late, after it was given up, is refused; so repeating a txn after the
+read-back cannot apply it twice. This allows a second txn while the first is under way (`MAX_UNDER_WAY`), once
+it carries as much as the first. Answers come in order.
 
-The leader's own decisions (LeaderWriter) are taken also when too many requests wait, and the irreversible ones on what etcd has:
+The leader's own decisions (LeaderWriter) are taken also when too many requests wait, and the irreversible
+    ones on what etcd has:
 decide --reversible--> written
-   `-- ends the job, or starts it over --> checkpoints read from etcd --> decided again; written only if none became the newest since
+   `-- ends the job, or starts it over --> checkpoints read from etcd --> decided again; written only if none
+       became the newest since
 """
 
 from __future__ import annotations
@@ -87,7 +91,8 @@ class Writer(Protocol):
     def job(self) -> Job: ...
 
     async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
-        """The decision's answer, once its changes are in etcd. Raises PeerError, and what the decision raises."""
+        """The decision's answer, once its changes are in etcd. Raises PeerError, and what the decision
+        raises."""
         ...
 
 
@@ -101,7 +106,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class Group:
-    """Decisions taken together: one transaction. `events`: of the decisions; `told`: these and others, each with its time."""
+    """Decisions taken together: one transaction. `events`: of the decisions; `told`: these and others, each
+    with its time."""
 
     writes: Sequence[Put | Delete] = ()
     fence: list[Compare] = field(default_factory=list)
@@ -131,16 +137,18 @@ class GroupCommit(ABC):
     async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
         """For requests. The decision's answer, once its changes are in etcd.
 
-        Raises what the decision raises; TooLarge if no transaction takes its changes; NotLeader if the term ends before (the
-        outcome is then unknown); NotReady if too many wait. The decision may be called again after a lost race, so it must not
-        have side effects.
+        Raises what the decision raises; TooLarge if no transaction takes its changes; NotLeader if the term
+        ends before (the outcome is then unknown); NotReady if too many wait. The decision may be called again
+        after a lost race, so it must not have side effects.
         """
         if self._over is None and len(self._waiting) >= MAX_WAITING:
             msg = f"{MAX_WAITING} requests wait for etcd already; ask again later"
             raise NotReady(msg)
         return await self.decide_as_leader(decision)
 
-    async def decide_as_leader(self, decision: Callable[[Job, float], Decision[A]], lock: HeldLock | None = None) -> A:
+    async def decide_as_leader(
+        self, decision: Callable[[Job, float], Decision[A]], lock: HeldLock | None = None
+    ) -> A:
         """As `decide`, however many requests wait. `lock`: commit only while that lock is held."""
         if self._over is not None:
             raise self._over
@@ -150,8 +158,8 @@ class GroupCommit(ABC):
         return await future
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Write events that no decision of this writer tells, with the next transaction. They are lost with the term, or if MAX_TOLD
-        wait for an etcd that does not answer."""
+        """Write events that no decision of this writer tells, with the next transaction. They are lost with
+        the term, or if MAX_TOLD wait for an etcd that does not answer."""
         if self._over is not None or self._told >= MAX_TOLD:
             return
         stamp = clock.timestamp()
@@ -168,7 +176,8 @@ class GroupCommit(ABC):
             written.exception()  # it is nobody's: the term is over
 
     async def run(self) -> None:
-        """Commit waiting decisions until the term ends; those that still wait then get NotLeader. Raises LockLost."""
+        """Commit waiting decisions until the term ends; those that still wait then get NotLeader. Raises
+        LockLost."""
         try:
             while True:
                 await self._wake.wait()
@@ -250,8 +259,8 @@ class GroupCommit(ABC):
 
 @dataclass(slots=True, eq=False)
 class _Commit:
-    """A group whose transaction is under way: `name` is what it writes to `tasks/commit`, `fence` what it compares. `followed` by
-    those who read what it decided, and want to know that etcd has it."""
+    """A group whose transaction is under way: `name` is what it writes to `tasks/commit`, `fence` what it
+    compares. `followed` by those who read what it decided, and want to know that etcd has it."""
 
     name: bytes
     fence: Sequence[Compare]
@@ -261,7 +270,8 @@ class _Commit:
 
 
 class MasterWriter(GroupCommit):
-    """The only writer of one term: its job is the truth. `commit_revision` comes from leadership/master.py."""
+    """The only writer of one term: its job is the truth. `commit_revision` comes from
+    leadership/master.py."""
 
     def __init__(
         self,
@@ -293,7 +303,8 @@ class MasterWriter(GroupCommit):
         return len(self._under_way)
 
     async def settled(self) -> None:
-        """Until etcd has all that `job` shows now. Raises NotLeader if the term ends before, NoSpace while etcd takes no writes."""
+        """Until etcd has all that `job` shows now. Raises NotLeader if the term ends before, NoSpace while
+        etcd takes no writes."""
         if self._over is not None:
             raise self._over
         if self._no_space is not None:
@@ -306,7 +317,9 @@ class MasterWriter(GroupCommit):
     def fence(self, after: bytes) -> list[Compare]:
         """What a write of this master depends on; `after`: the name of its write before, if there was one."""
         commit = self._keys.commit
-        chain = Compare.value(commit, "==", after) if after else Compare.mod(commit, "==", self._commit_revision)
+        chain = (
+            Compare.value(commit, "==", after) if after else Compare.mod(commit, "==", self._commit_revision)
+        )
         return [self._lock.compare(), chain]
 
     async def run(self) -> None:
@@ -335,12 +348,14 @@ class MasterWriter(GroupCommit):
         self._sending.create_task(self._finish(commit, before))
 
     def _is_worth_another(self) -> bool:
-        """A transaction costs the same whatever it carries: the next one waits until it carries as much as the last."""
+        """A transaction costs the same whatever it carries: the next one waits until it carries as much as
+        the last."""
         carried = len(self._under_way[-1].group.outcomes)
         return len(self._under_way) < MAX_UNDER_WAY and len(self._waiting) >= carried
 
     async def _finish(self, commit: _Commit, before: _Commit | None) -> None:
-        """Raises LockLost. A group without writes sends nothing, but what it was decided on must have landed, too."""
+        """Raises LockLost. A group without writes sends nothing, but what it was decided on must have landed,
+        too."""
         if commit.group.writes:
             await self._land(commit, before)
             self.commits += 1
@@ -393,7 +408,9 @@ class MasterWriter(GroupCommit):
             fields: Fields = {"hint": error.hint}
             self._notice(Event("etcd_out_of_space", f"{error.message}; {error.hint}", fields))
         self._no_space = error
-        for future in (future for commit in self._under_way for future in commit.followed if not future.done()):
+        for future in (
+            future for commit in self._under_way for future in commit.followed if not future.done()
+        ):
             future.set_exception(error)
 
     def _answered(self) -> None:
@@ -434,7 +451,9 @@ async def read_checkpoints(etcd: Etcd, keys: Keys) -> Checkpoints:
     newest = found.range(0).first
     latest = read_record(CheckpointLatest, newest.key, newest.value) if newest else None
     own = [read_record(OwnCheckpoints, kv.key, kv.value) for kv in found.range(1).kvs]
-    return Checkpoints(latest, {each.pserver: each for each in own if each}, newest.mod_revision if newest else 0)
+    return Checkpoints(
+        latest, {each.pserver: each for each in own if each}, newest.mod_revision if newest else 0
+    )
 
 
 class LeaderWriter:
@@ -448,7 +467,8 @@ class LeaderWriter:
         return self._writer.job
 
     async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
-        """The decision sees the newest checkpoints if it cannot be taken back: the watches may be late. Raises PeerError."""
+        """The decision sees the newest checkpoints if it cannot be taken back: the watches may be late.
+        Raises PeerError."""
         unsure = False
 
         def tentative(job: Job, now: float) -> Decision[A | None]:
@@ -464,7 +484,11 @@ class LeaderWriter:
 
         def sure(job: Job, now: float) -> Decision[A]:
             newer = there.revision >= job.members.latest_revision
-            seen = replace(job.members, latest=there.latest, latest_revision=there.revision) if newer else job.members
+            seen = (
+                replace(job.members, latest=there.latest, latest_revision=there.revision)
+                if newer
+                else job.members
+            )
             members = replace(seen, own={**seen.own, **there.own})
             decided = decision(replace(job, members=members), now)
             if is_irreversible(decided):
@@ -488,12 +512,12 @@ def _gives_up(state: JobState) -> bool:
 
 
 async def write_first(etcd: Etcd, lock: HeldLock, commit: str, writes: Sequence[Put]) -> int:
-    """Write under the lock, exactly once; the revision. `commit`: the key where each write of the lock's holders leaves its name.
-    Raises LockLost.
+    """Write under the lock, exactly once; the revision. `commit`: the key where each write of the lock's
+    holders leaves its name. Raises LockLost.
 
-    An attempt without an answer may land long after the term has begun. So each attempt compares `commit` and writes it: of
-    several attempts one lands, and none after a later write. The last write of the term before may come in between: then the
-    next attempt compares what that one wrote.
+    An attempt without an answer may land long after the term has begun. So each attempt compares `commit` and
+    writes it: of several attempts one lands, and none after a later write. The last write of the term before
+    may come in between: then the next attempt compares what that one wrote.
     """
     name = ids.new_id("takeover").encode()
     reads = [Get(lock.key), Get(commit)]

@@ -1,7 +1,8 @@
-"""`python -m master_service.trackers`: the process that follows one job for its leader, so that no tracker can harm a master.
+"""`python -m master_service.trackers`: the process that follows one job for its leader, so that no tracker
+can harm a master.
 
-It works only while its leader permits it, so two leaders never log at once; the end of standard input, or of the leader, ends it.
-What trackers print goes to standard error.
+It works only while its leader permits it, so two leaders never log at once; the end of standard input, or of
+the leader, ends it. What trackers print goes to standard error.
 """
 
 from __future__ import annotations

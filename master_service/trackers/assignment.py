@@ -1,4 +1,5 @@
-"""What the process that follows a job is told, what it tells, and what trackers remember from one process to the next.
+"""What the process that follows a job is told, what it tells, and what trackers remember from one process to
+the next.
 
 leader ─ Assignment, then Permit again and again ─► process ─ News ─► leader: an event, a line in the log
                                                       └─ Memory: `<storage>/trackers/`
@@ -37,14 +38,16 @@ class Assignment(Record):
 
 
 class Permit(Record):
-    """`until`: by the machine's clock; after it another leader may have begun. `result`: the job has ended, all its metrics are stored."""
+    """`until`: by the machine's clock; after it another leader may have begun. `result`: the job has ended,
+    all its metrics are stored."""
 
     until: float
     result: dict[str, Any] | None = None
 
 
 class News(Record):
-    """`state`: late (it lacks what the job has stored), well (again), ended (it has all, and was told the end); alive: nothing new."""
+    """`state`: late (it lacks what the job has stored), well (again), ended (it has all, and was told the
+    end); alive: nothing new."""
 
     state: Literal["late", "well", "ended", "alive"]
     tracker: str = ""
@@ -56,7 +59,9 @@ def assignment_of(spec: JobSpec, beside: str = "") -> Assignment:
     settings = spec.model_dump(mode="json", include=set(JobSettings.model_fields) - UNTOLD)
     told = {"job": spec.job, "script": spec.script, **settings}
     parameters = {name: hidden(_text(value)) for name, value in told.items() if value is not None}
-    return Assignment(job=spec.job, storage=spec.storage, trackers=spec.trackers, parameters=parameters, beside=beside)
+    return Assignment(
+        job=spec.job, storage=spec.storage, trackers=spec.trackers, parameters=parameters, beside=beside
+    )
 
 
 def _text(value: Any) -> str:

@@ -1,9 +1,10 @@
-"""The tracker `csv`: `<storage>/metrics/metrics.csv`, one row for each metric and point, as `trireme metrics --csv` gives them.
+"""The tracker `csv`: `<storage>/metrics/metrics.csv`, one row for each metric and point, as `trireme metrics
+--csv` gives them.
 
 pandas.read_csv(file).pivot(index="step", columns="metric", values="mean")
 
-The file is always whole: it is written anew beside and renamed, which a folder and an object store can do. The longer that takes,
-the rarer it is done.
+The file is always whole: it is written anew beside and renamed, which a folder and an object store can do.
+The longer that takes, the rarer it is done.
 """
 
 from __future__ import annotations

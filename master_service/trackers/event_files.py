@@ -1,7 +1,9 @@
-"""TensorBoard's event files, by TensorBoard's own writer: of `trireme tensorboard`, and the tracker `tensorboard`.
+"""TensorBoard's event files, by TensorBoard's own writer: of `trireme tensorboard`, and the tracker
+`tensorboard`.
 
-A folder: the writer appends to a file of its process. Another storage: the file is written in a temporary folder and sent as a whole,
-so a new one begins after PART_BYTES. What is there already is read back by TensorBoard's own reader, which stops at a torn end.
+A folder: the writer appends to a file of its process. Another storage: the file is written in a temporary
+folder and sent as a whole, so a new one begins after PART_BYTES. What is there already is read back by
+TensorBoard's own reader, which stops at a torn end.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class EventFiles:
 
         if fresh and folder.exists() and any(folder.iterdir()):
             raise Conflict(
-                f"{folder} is not empty: event files there would be shown beside these", hint="choose another --out"
+                f"{folder} is not empty: event files there would be shown beside these",
+                hint="choose another --out",
             )
         folder.mkdir(parents=True, exist_ok=True)
         before = set(folder.iterdir())
@@ -125,7 +128,8 @@ class EventFilesTracker:
 
 def read_back(folder: Path) -> tuple[dict[str, int], set[str]]:
     """(By metric the first step that the event files lack, the names of texts)."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415  an extra
+    # an extra
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     if not folder.is_dir() or not any(folder.iterdir()):
         return {}, set()

@@ -1,6 +1,7 @@
 """The trackers of one job follow its stored metrics: each gets what it lacks, as fast as it takes it.
 
-stored series ─ look() ─► what each idle tracker lacks ─► its thread (Worker)         late, well again, ended ─► told once
+stored series ─ look() ─► what each idle tracker lacks ─► its thread (Worker)
+    late, well again, ended ─► told once
 
 Nothing is kept for a tracker that is late: what it lacks is in the job's storage.
 """
@@ -33,15 +34,20 @@ ATTEMPTS = 5
 
 
 class Follower:
-    """`tell` gets what is new; `wake` is called, in other threads, when a look may do something. Blocks while it reads the storage; what trackers do is in other threads. Raises OSError."""
+    """`tell` gets what is new; `wake` is called, in other threads, when a look may do something. Blocks while
+    it reads the storage; what trackers do is in other threads. Raises OSError."""
 
-    def __init__(self, assignment: Assignment, tell: Callable[[News], None], wake: Callable[[], object]) -> None:
+    def __init__(
+        self, assignment: Assignment, tell: Callable[[News], None], wake: Callable[[], object]
+    ) -> None:
         self._memory = Memory(assignment.storage)
         self._series = reader_of(assignment.storage)
         self._tell = tell
         self._memory.go_on()
         run = self._memory.begin()
-        self._workers = [Worker(wanted, assignment, self._memory, run, wake) for wanted in assignment.trackers]
+        self._workers = [
+            Worker(wanted, assignment, self._memory, run, wake) for wanted in assignment.trackers
+        ]
         self._late = {worker.wanted.kind: Notices() for worker in self._workers}
         self._ended: set[str] = set()
         for worker in self._workers:
@@ -71,7 +77,9 @@ class Follower:
 
     def _give(self, worker: Worker, result: Mapping[str, Any] | None) -> None:
         over = result is not None
-        points = new_points(self._series.table, self._series.steps.next, worker.told or {}, PORTION, over=over)
+        points = new_points(
+            self._series.table, self._series.steps.next, worker.told or {}, PORTION, over=over
+        )
         if points:
             worker.log(points)
         elif result is not None:
@@ -97,12 +105,14 @@ class Follower:
 def reader_of(storage: str) -> StoredSeriesReader:
     """Of the files in a job's storage."""
     folder = files.join(storage, FOLDER)
-    return StoredSeriesReader(lambda: files.names(folder), lambda name: files.read_bytes(files.join(folder, name)))
+    return StoredSeriesReader(
+        lambda: files.names(folder), lambda name: files.read_bytes(files.join(folder, name))
+    )
 
 
 class StoredSeriesReader:
-    """`names`: of all files there are now; `read`: one of them; both block, and raise OSError. `table`, `steps`: as far as they were
-    read."""
+    """`names`: of all files there are now; `read`: one of them; both block, and raise OSError. `table`,
+    `steps`: as far as they were read."""
 
     def __init__(self, names: Callable[[], list[str]], read: Callable[[str], bytes]) -> None:
         self._names, self._content_of = names, read
@@ -136,14 +146,21 @@ MOST_TEXT = 500
 class Worker:
     """One tracker in a thread of its own: what it raises or how long it takes concerns nobody else.
 
-    made ─► begin ─► idle ◄─► log ─► end          it raises ─► closed, a pause, made anew: it gets what it lacks
+    made ─► begin ─► idle ◄─► log ─► end          it raises
+        ─► closed, a pause, made anew: it gets what it lacks
 
-    `told`: by metric the first step that the tracker lacks; None until it has begun. `cause`: why it does nothing now, or "".
-    `busy_since`: of the call that lasts; None: it is idle. `wake` is called when it is idle or has ended. `ended`: it was told the end.
+    `told`: by metric the first step that the tracker lacks; None until it has begun. `cause`: why it does
+    nothing now, or "". `busy_since`: of the call that lasts; None: it is idle. `wake` is called when it is
+    idle or has ended. `ended`: it was told the end.
     """
 
     def __init__(
-        self, wanted: Wanted, assignment: Assignment, memory: Memory, run: tuple[str, int], wake: Callable[[], object]
+        self,
+        wanted: Wanted,
+        assignment: Assignment,
+        memory: Memory,
+        run: tuple[str, int],
+        wake: Callable[[], object],
     ) -> None:
         self.wanted = wanted
         self.told: Mapping[str, int] | None = None
@@ -184,7 +201,9 @@ class Worker:
         while not self.ended:
             tracker: Tracker | None = None
             try:
-                tracker = make(self.wanted, Path(self._assignment.beside) if self._assignment.beside else None)
+                tracker = make(
+                    self.wanted, Path(self._assignment.beside) if self._assignment.beside else None
+                )
                 told = tracker.begin(self._begun())
                 known = self._memory.load(self.wanted.kind).get("told", {}) if told is None else told
                 self._by_memory = told is None
@@ -194,7 +213,8 @@ class Worker:
                     self._wake()
                     self._work.get()(tracker)
                     self.cause, self._pause_s = "", FIRST_PAUSE_S
-            except BaseException as error:  # noqa: BLE001  a user's code may raise anything; the thread goes on
+            # a user's code may raise anything; the thread goes on
+            except BaseException as error:  # noqa: BLE001
                 self.told, self.busy_since = None, clock.monotonic()
                 self.cause = text_of(error)
                 if tracker is not None:

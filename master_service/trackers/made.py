@@ -70,18 +70,32 @@ def make(wanted: Wanted, beside: Path | None = None) -> Tracker:
 
 
 def check(trackers: Sequence[Wanted], environment: Mapping[str, str] = os.environ) -> None:
-    """Whether their packages are here, and what they need to be told. Imports nothing. Raises InvalidArgument."""
+    """Whether their packages are here, and what they need to be told. Imports nothing. Raises
+    InvalidArgument."""
     for wanted in trackers:
         package = PACKAGES.get(wanted.kind)
         if package is not None and importlib.util.find_spec(package) is None:
-            msg = f"the tracker {wanted.kind} needs the package {package}, which is not installed where the master runs"
+            msg = (
+                f"the tracker {wanted.kind} needs the package {package}, which is not installed where "
+                "the master runs"
+            )
             raise InvalidArgument(msg, hint=f"pip install 'trireme[{wanted.kind}]'")
         if wanted.kind == MLFLOW and not (wanted.uri or environment.get("MLFLOW_TRACKING_URI")):
             msg = "the tracker mlflow does not know its server"
-            raise InvalidArgument(msg, hint="set MLFLOW_TRACKING_URI where the master runs, or mlflow?uri=URL")
-        if wanted.kind == MLFLOW and _refused_folder(wanted.uri or environment["MLFLOW_TRACKING_URI"], environment):
-            msg = f"the tracker mlflow is to write into the folder {wanted.uri or environment['MLFLOW_TRACKING_URI']}, which MLflow refuses"
-            hint = "set MLFLOW_ALLOW_FILE_STORE=true where the master runs, or give it a server or sqlite:///FILE"
+            raise InvalidArgument(
+                msg, hint="set MLFLOW_TRACKING_URI where the master runs, or mlflow?uri=URL"
+            )
+        if wanted.kind == MLFLOW and _refused_folder(
+            wanted.uri or environment["MLFLOW_TRACKING_URI"], environment
+        ):
+            msg = (
+                "the tracker mlflow is to write into the folder "
+                f"{wanted.uri or environment['MLFLOW_TRACKING_URI']}, which MLflow refuses"
+            )
+            hint = (
+                "set MLFLOW_ALLOW_FILE_STORE=true where the master runs, or give it a server or "
+                "sqlite:///FILE"
+            )
             raise InvalidArgument(msg, hint=hint)
         online = environment.get("WANDB_MODE", "online") == "online"
         if wanted.kind == WANDB and online and not (environment.get("WANDB_API_KEY") or _has_login()):
@@ -90,7 +104,9 @@ def check(trackers: Sequence[Wanted], environment: Mapping[str, str] = os.enviro
 
 
 def _refused_folder(uri: str, environment: Mapping[str, str]) -> bool:
-    is_folder = uri.startswith("file:") or (":" not in uri and uri not in ("databricks", "databricks-uc", "uc"))
+    is_folder = uri.startswith("file:") or (
+        ":" not in uri and uri not in ("databricks", "databricks-uc", "uc")
+    )
     return is_folder and environment.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1")
 
 

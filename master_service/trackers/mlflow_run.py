@@ -1,6 +1,7 @@
 """The tracker `mlflow`: a run on an MLflow server, by MLflow's own client (`mlflow-skinny`).
 
-The run is found again by its tag `trireme.run`, and what it has is asked of the server, so nothing is logged twice, whatever died.
+The run is found again by its tag `trireme.run`, and what it has is asked of the server, so nothing is logged
+twice, whatever died.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class MlflowRun:
 
         self._client = MlflowClient(tracking_uri=run.wanted.uri or None)
         experiment = self._experiment(run)
-        before = self._client.search_runs([experiment], filter_string=f"tags.`trireme.run` = '{run.id}'", max_results=1)
+        before = self._client.search_runs(
+            [experiment], filter_string=f"tags.`trireme.run` = '{run.id}'", max_results=1
+        )
         name = run.wanted.run or os.environ.get("MLFLOW_RUN_NAME") or run.job
         found = before[0] if before else self._client.create_run(experiment, run_name=name, tags=run.tags)
         self._run = found.info.run_id

@@ -1,9 +1,11 @@
-"""What a tracker is: a place that a job's settings, metrics and result go to, beside the job's storage; and which points it lacks.
+"""What a tracker is: a place that a job's settings, metrics and result go to, beside the job's storage; and
+which points it lacks.
 
-begin(run) ─► log(points), again and again, in the order of their steps ─► end(result)          close() instead, if it goes on elsewhere
+begin(run) ─► log(points), again and again, in the order of their steps ─► end(result)
+    close() instead, if it goes on elsewhere
 
-All calls come from one thread. They may raise and take long: then the tracker is made anew, and gets what it lacks. Each point is told once,
-when its value will not change any more:
+All calls come from one thread. They may raise and take long: then the tracker is made anew, and gets what it
+lacks. Each point is told once, when its value will not change any more:
 
 synchronous: a step (a bucket of steps, in long jobs) once it is whole          evaluations: at once
 measured, asynchronous: once there is a later one                                job over: all
@@ -22,7 +24,8 @@ from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 
 class Point(NamedTuple):
-    """A metric's mean over the steps from `step` to `last_step` (mostly the same one), with the smallest and the largest value."""
+    """A metric's mean over the steps from `step` to `last_step` (mostly the same one), with the smallest and
+    the largest value."""
 
     name: str
     step: int
@@ -35,8 +38,9 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a job. `id`: the same from its first start to its end, whoever leads it. `attempt`: how often somebody began to follow
-    it. `parameters`: its settings, flat. `storage`: its files. `remembered`: what `remember` was last given, by whichever attempt."""
+    """One run of a job. `id`: the same from its first start to its end, whoever leads it. `attempt`: how
+    often somebody began to follow it. `parameters`: its settings, flat. `storage`: its files. `remembered`:
+    what `remember` was last given, by whichever attempt."""
 
     job: str
     id: str
@@ -56,15 +60,18 @@ class Tracker(Protocol):
     """Users' own have `log`, and of the others what they need."""
 
     def begin(self, run: Run) -> Mapping[str, int] | None:
-        """Ready to log. By metric the first step that it does not have yet; None: it cannot tell, so the job remembers what was logged."""
+        """Ready to log. By metric the first step that it does not have yet; None: it cannot tell, so the job
+        remembers what was logged."""
         ...
 
     def log(self, points: Sequence[Point]) -> None:
-        """Each point once, unless a call before raised, or was cut off by the end of its process. They are there when it returns."""
+        """Each point once, unless a call before raised, or was cut off by the end of its process. They are
+        there when it returns."""
         ...
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """The job has ended: `phase` (COMPLETED, FAILED, CANCELLED), `reason`, `metrics` of the last evaluation, and more of its result."""
+        """The job has ended: `phase` (COMPLETED, FAILED, CANCELLED), `reason`, `metrics` of the last
+        evaluation, and more of its result."""
         ...
 
     def close(self) -> None:
@@ -75,9 +82,11 @@ class Tracker(Protocol):
 LAST_STEP = 2**62
 
 
-def new_points(table: SeriesTable, known: int, told: Mapping[str, int], most: int, *, over: bool) -> list[Point]:
-    """At most `most`, in the order of their steps. `known`: whole steps before this one are stored. `told`: by metric the first step
-    that was not told. `over`: nothing will come any more."""
+def new_points(
+    table: SeriesTable, known: int, told: Mapping[str, int], most: int, *, over: bool
+) -> list[Point]:
+    """At most `most`, in the order of their steps. `known`: whole steps before this one are stored. `told`:
+    by metric the first step that was not told. `over`: nothing will come any more."""
     found = [
         point
         for name, series in table.by_name.items()
@@ -106,7 +115,8 @@ def _of(name: str, series: Series, first: int, most: int) -> list[Point]:
     rows = series.points(first, LAST_STEP, LAST_STEP, 0, None)
     rows = [row for row in rows if row.first >= first][:most]
     return [
-        Point(name, row.first, row.last, row.mean, row.value.least, row.value.most, row.value.weight) for row in rows
+        Point(name, row.first, row.last, row.mean, row.value.least, row.value.most, row.value.weight)
+        for row in rows
     ]
 
 

@@ -1,7 +1,8 @@
-"""The tracker `wandb`: a run of Weights & Biases, by its own client. WANDB_* variables say where to, with what key, or offline.
+"""The tracker `wandb`: a run of Weights & Biases, by its own client. WANDB_* variables say where to, with
+what key, or offline.
 
-A run is resumed by its id. Rows have numbers, and its service leaves out numbers that it has: so what was about to be sent when a
-process died is noted before, and sent again under the same numbers.
+A run is resumed by its id. Rows have numbers, and its service leaves out numbers that it has: so what was
+about to be sent when a process died is noted before, and sent again under the same numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class WandbRun:
         self._run.define_metric("*", step_metric=STEP)
         known = run.remembered
         self._told, self._number = dict(known.get("told", {})), int(known.get("number", 0))
-        self._send([Point(*point) for point in known.get("points", ())])  # a call that was cut off; else it is left out
+        # a call that was cut off; else it is left out
+        self._send([Point(*point) for point in known.get("points", ())])
         return self._told
 
     def _folder(self, run: Run) -> str:
@@ -73,17 +75,23 @@ class WandbRun:
     def log(self, points: Sequence[Point]) -> None:
         assert self._of is not None, "log before begin"
         self._told = told_with(self._told, list(points))
-        self._of.remember({"told": self._told, "number": self._number, "points": [list(point) for point in points]})
+        self._of.remember(
+            {"told": self._told, "number": self._number, "points": [list(point) for point in points]}
+        )
         self._send(points)
 
     def _send(self, points: Sequence[Point]) -> None:
         """A row for each step."""
-        for step, of_step in groupby(sorted(points, key=lambda point: point.step), key=lambda point: point.step):
+        for step, of_step in groupby(
+            sorted(points, key=lambda point: point.step), key=lambda point: point.step
+        ):
             self._run.log({STEP: step, **{point.name: point.value for point in of_step}}, step=self._number)
             self._number += 1
 
     def end(self, result: Mapping[str, Any]) -> None:
-        self._run.summary.update({f"trireme.{name}": value for name, value in result.items() if value is not None})
+        self._run.summary.update(
+            {f"trireme.{name}": value for name, value in result.items() if value is not None}
+        )
         self._run.finish(exit_code=0 if result.get("phase") == "COMPLETED" else 1)
         self._run = None
 

@@ -1,17 +1,19 @@
-"""What a parameter server copies for checkpoints: versions of its store, with ledger (asynchronous) and rows of embedding tables.
+"""What a parameter server copies for checkpoints: versions of its store, with ledger (asynchronous) and rows
+of embedding tables.
 
 Of the tables a part has all rows, or those that changed since the own part of the latest checkpoint (Chains):
 
 part written -> remembered -> its checkpoint is the latest one -> the next part may be a delta on it
 
-A paused checkpoint (PausedCopy): nobody trains, so all blocks are copied at one instant; then training goes on.
+A paused checkpoint (PausedCopy): nobody trains, so all blocks are copied at one instant; then training goes
+on.
 
 CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background
                                                  |-- a long one: `copying` now and then, or the master takes it for frozen
                                                  `-- the pause was given up meanwhile: nothing is kept
 
-Asynchronous copies have blocks, rows and ledger of one instant: a push that is being stepped is whole, rows and ledger are
-copied before the next one begins, then the blocks.
+Asynchronous copies have blocks, rows and ledger of one instant: a push that is being stepped is whole, rows
+and ledger are copied before the next one begins, then the blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def saving_of(context: PserverContext) -> SavingContext:
         own_key=context.own_index,
         offload=context.offload,
         living=lambda _: {index: pserver_names([index]) for index in directory.pservers},
-        slots_of=lambda version: directory.slots if directory.slots and directory.slots.version == version else None,
+        slots_of=lambda version: (
+            directory.slots if directory.slots and directory.slots.version == version else None
+        ),
     )
 
 
@@ -143,8 +147,8 @@ def versions_of(snapshot: Snapshot) -> dict[str, int]:
 
 
 class Chains:
-    """The parts of this process, by the uuid of their checkpoint, since the latest one: a part may build on that of the
-    latest checkpoint, if nothing came in between."""
+    """The parts of this process, by the uuid of their checkpoint, since the latest one: a part may build on
+    that of the latest checkpoint, if nothing came in between."""
 
     def __init__(self) -> None:
         self._written: dict[str, _Written] = {}
@@ -157,13 +161,21 @@ class Chains:
         return uuid in self._written
 
     def base(
-        self, latest: CheckpointLatest | None, damaged: Collection[str], store: Store, slots: SlotMap, most: int
+        self,
+        latest: CheckpointLatest | None,
+        damaged: Collection[str],
+        store: Store,
+        slots: SlotMap,
+        most: int,
     ) -> DeltaBase | None:
-        """For a part of `store` with these slots. `most`: deltas in a chain. None: it has to be whole. What nobody will build on is forgotten."""
+        """For a part of `store` with these slots. `most`: deltas in a chain. None: it has to be whole. What
+        nobody will build on is forgotten."""
         own = self._written.get(latest.uuid) if latest is not None else None
         if own is None or store.rows is None:
             return None
-        self._written = {uuid: each for uuid, each in self._written.items() if each.part.step >= own.part.step}
+        self._written = {
+            uuid: each for uuid, each in self._written.items() if each.part.step >= own.part.step
+        }
         store.rows.forget_removed(own.versions)
         chain = (*own.part.chain, own.part.link(latest.uuid if latest is not None else ""))
         same = (own.store, own.slots) == (store.name, slots)
@@ -171,7 +183,9 @@ class Chains:
             return None
         return DeltaBase(chain, own.versions)
 
-    def add(self, uuid: str, part: CheckpointPart, store: Store, slots: SlotMap, versions: Mapping[str, int]) -> None:
+    def add(
+        self, uuid: str, part: CheckpointPart, store: Store, slots: SlotMap, versions: Mapping[str, int]
+    ) -> None:
         """A part that is written."""
         if versions:
             self._written[uuid] = _Written(part, store.name, slots, versions)
@@ -206,16 +220,19 @@ class PausedCopy(StateFollower):
 
         whole = await copy(self._pserver, StepRecord(version=step, positions=()), state.generation, goes_on)
         seconds = round(clock.monotonic() - begin, 3)
-        log.info("copied" if whole else "copy_given_up", index=self._pserver.index, step=step, seconds=seconds)
+        log.info(
+            "copied" if whole else "copy_given_up", index=self._pserver.index, step=step, seconds=seconds
+        )
         if whole:
             self._own_index.set(copied=uuid, copying=0)
 
 
 async def copy(pserver: Pserver, record: StepRecord, generation: int, goes_on: Callable[[int], bool]) -> bool:
-    """Copy everything for a checkpoint, some blocks at a time. Pushes of lower generations are stale from now on.
+    """Copy everything for a checkpoint, some blocks at a time. Pushes of lower generations are stale from now
+    on.
 
-    `goes_on(blocks)` is asked in between, with the number of blocks that are copied. False: it did not go on, a rollback or an
-    update came in between, and nothing is kept."""
+    `goes_on(blocks)` is asked in between, with the number of blocks that are copied. False: it did not go on,
+    a rollback or an update came in between, and nothing is kept."""
     pserver.generation = max(pserver.generation, generation)
     store = pserver.store
     if store is None or not store.numbers:
@@ -244,7 +261,8 @@ async def copy(pserver: Pserver, record: StepRecord, generation: int, goes_on: C
 
 
 async def begin(pserver: Pserver, store: Store, make: Callable[[], AsyncSnapshot]) -> AsyncSnapshot | None:
-    """What `make` makes when no push of rows is half applied: a push is whole within tens of milliseconds. None: the store was dropped meanwhile."""
+    """What `make` makes when no push of rows is half applied: a push is whole within tens of milliseconds.
+    None: the store was dropped meanwhile."""
     made: asyncio.Future[AsyncSnapshot | None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:

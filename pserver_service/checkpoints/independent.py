@@ -1,9 +1,11 @@
-"""Independent checkpoints: this pserver saves itself from time to time, without the others and without a pause.
+"""Independent checkpoints: this pserver saves itself from time to time, without the others and without a
+pause.
 
-queue read -> all blocks copied at one instant -> file, manifest -> checkpoints/pservers/<index> -> older files deleted
+queue read -> all blocks copied at one instant -> file, manifest -> checkpoints/pservers/<index> -> older
+files deleted
 
-The queue is read first: a task that is done in it is wholly in the copy, so the losses of a return to it can be counted.
-Such checkpoints of two pservers are of different moments, so a pserver only loads its own.
+The queue is read first: a task that is done in it is wholly in the copy, so the losses of a return to it can
+be counted. Such checkpoints of two pservers are of different moments, so a pserver only loads its own.
 """
 
 from __future__ import annotations
@@ -71,8 +73,9 @@ class Independent:
                 last = began
 
     def _may_save(self) -> bool:
-        """Whether a new checkpoint may be made. After this pserver came back from one, the master has to count the losses first:
-        until then the old checkpoint is needed, and the queue that a new one would hold lacks the losses."""
+        """Whether a new checkpoint may be made. After this pserver came back from one, the master has to
+        count the losses first: until then the old checkpoint is needed, and the queue that a new one would
+        hold lacks the losses."""
         restored, state = self._own_index.record.restored, self._directory.state
         if restored is None or not restored.rejoined:
             return True
@@ -135,7 +138,9 @@ class Independent:
             raise GivenUp(f"pserver-{self._pserver.index} is another process now, or its key has moved")
         self._pserver.checkpoint_error = ""
         seconds = round(clock.monotonic() - began, 3)
-        log.info("checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds)
+        log.info(
+            "checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds
+        )
         stale = [each.uuid for each in (before.kept if before else ()) if each not in kept]
         if stale:
             await self.offload(writer.remove, spec.storage, stale)

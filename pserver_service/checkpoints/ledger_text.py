@@ -1,7 +1,7 @@
 """A ledger inside a part of a checkpoint: text in the file's metadata, under the file's checksum.
 
-Blocks are named by their position in `SavedPart.blocks`; behind them come groups of slots with rows of embedding tables (`rows`, bits in
-hexadecimal). A value that is the same for all of them is written once.
+Blocks are named by their position in `SavedPart.blocks`; behind them come groups of slots with rows of
+embedding tables (`rows`, bits in hexadecimal). A value that is the same for all of them is written once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def to_text(ledger: SavedLedger, blocks: Sequence[int]) -> str:
         "epochs": {
             str(epoch): {
                 "applied": _short(saved.applied),
-                "open": {str(task): [entry.minibatches, _short(entry.next)] for task, entry in saved.open.items()},
+                "open": {
+                    str(task): [entry.minibatches, _short(entry.next)] for task, entry in saved.open.items()
+                },
                 "closed": {str(chunk): f"{bits:x}" for chunk, bits in saved.closed.items()},
                 "duplicates": saved.duplicates,
             }
@@ -51,7 +53,9 @@ def from_text(text: str) -> tuple[SavedLedger, tuple[int, ...]]:
         document = json.loads(text)
         blocks = tuple(int(number) for number in document["blocks"])
         slots = tuple(int(bits, 16) for bits in document.get("rows", ()))
-        epochs = {int(epoch): _epoch(saved, len(blocks) + len(slots)) for epoch, saved in document["epochs"].items()}
+        epochs = {
+            int(epoch): _epoch(saved, len(blocks) + len(slots)) for epoch, saved in document["epochs"].items()
+        }
         old = tuple(EpochLedger.model_validate(entry) for entry in document["old"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"the ledger of {len(text)} characters cannot be read: {error!r}"
@@ -62,7 +66,10 @@ def from_text(text: str) -> tuple[SavedLedger, tuple[int, ...]]:
 def _epoch(saved: Mapping[str, Any], positions: int) -> SavedEpoch:
     return SavedEpoch(
         applied=_long(saved["applied"], positions),
-        open={int(task): SavedTask(int(entry[0]), _long(entry[1], positions)) for task, entry in saved["open"].items()},
+        open={
+            int(task): SavedTask(int(entry[0]), _long(entry[1], positions))
+            for task, entry in saved["open"].items()
+        },
         closed={int(chunk): int(bits, 16) for chunk, bits in saved["closed"].items()},
         duplicates=int(saved["duplicates"]),
     )

@@ -1,10 +1,12 @@
-"""A pserver follows the slot map: blocks that it lost are forgotten, blocks that it gained were handed over before.
+"""A pserver follows the slot map: blocks that it lost are forgotten, blocks that it gained were handed over
+before.
 
-memory is reserved, parts of a group arrive -> kept apart -> whole: HAVE -> the map gives the group to this pserver -> blocks of its store, served
+memory is reserved, parts of a group arrive -> kept apart -> whole: HAVE -> the map gives the group to this
+pserver -> blocks of its store, served
                                                      `-> another migration was planned -> dropped
 
-`follow` is called whenever the view of the job changes, before anybody else sees the change. The map and the migration that one
-transaction wrote are seen together.
+`follow` is called whenever the view of the job changes, before anybody else sees the change. The map and the
+migration that one transaction wrote are seen together.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ log = telemetry.logger("pserver.slots")
 
 
 class SlotFollower:
-    """Takes groups from other parameter servers, and keeps the store's blocks equal to what the slot map says."""
+    """Takes groups from other parameter servers, and keeps the store's blocks equal to what the slot map
+    says."""
 
     def __init__(self, context: PserverContext) -> None:
         self._context, self._directory, self._pserver = context, context.directory, context.pserver
@@ -109,7 +112,8 @@ class SlotFollower:
         of_rows = {group.rows.version for group in groups if group.rows is not None}
         version = min((*of_rows, *(moved.version for group in groups for moved in group.blocks)), default=0)
         records = {record.version: record for group in groups for record in group.history.records}
-        last = max((known for known in records if known <= version), default=None)  # rows may be ahead of their record
+        # rows may be ahead of their record
+        last = max((known for known in records if known <= version), default=None)
         record = StepRecord(version=version, positions=()) if last is None else records[last]
         header = self._header(layout, record)
         store = store_of(header, self._pserver.schedule, self._pool, self._pserver.clipping)
@@ -146,24 +150,34 @@ class SlotFollower:
         )
 
     def _arrived(self, slots: Collection[int], numbers: frozenset[int]) -> list[ArrivingBlocks]:
-        """The groups that consist of these slots, and their blocks. The leader gave them to this process because it has them."""
-        found = {key: group for key, group in self._arriving.items() if group.whole and group.slots <= set(slots)}
+        """The groups that consist of these slots, and their blocks. The leader gave them to this process
+        because it has them."""
+        found = {
+            key: group for key, group in self._arriving.items() if group.whole and group.slots <= set(slots)
+        }
         there = frozenset(number for group in found.values() for number in group.numbers)
-        assert there == numbers, f"blocks {sorted(numbers - there)[:4]} were given to {self!r}, which never got them"
+        assert there == numbers, (
+            f"blocks {sorted(numbers - there)[:4]} were given to {self!r}, which never got them"
+        )
         if any(group.rows is not None for group in found.values()):
             lacking = set(slots).difference(*(group.slots for group in found.values()))
-            assert not lacking, f"slots {sorted(lacking)[:4]} were given to {self!r}, which never got their rows"
+            assert not lacking, (
+                f"slots {sorted(lacking)[:4]} were given to {self!r}, which never got their rows"
+            )
         for key in found:
             del self._arriving[key]
         return list(found.values())
 
     # ------------------------------------------------------------ groups that arrive
 
-    async def take(self, header: HandoffHeader, parts: AsyncIterator[tuple[HandoffPart, Payload]]) -> HandoffAnswer:
-        """Some parts of a group; with the last ones it is whole. Nothing of it is served before the slot map says so.
+    async def take(
+        self, header: HandoffHeader, parts: AsyncIterator[tuple[HandoffPart, Payload]]
+    ) -> HandoffAnswer:
+        """Some parts of a group; with the last ones it is whole. Nothing of it is served before the slot map
+        says so.
 
-        A repetition changes nothing. Raises NotReady: this pserver knows nothing of that migration, yet or any more, or its rows of tables lack
-        a step that those of the group have made; BadFrame.
+        A repetition changes nothing. Raises NotReady: this pserver knows nothing of that migration, yet or
+        any more, or its rows of tables lack a step that those of the group have made; BadFrame.
         """
         self._pserver.check(header)
         if (layout := self._directory.layout) is not None:
@@ -190,8 +204,11 @@ class SlotFollower:
             self._pserver.generation = max(self._pserver.generation, header.generation)
         return HandoffAnswer(have=arriving.whole)
 
-    async def _complete_rows(self, header: HandoffHeader, arriving: ArrivingBlocks, rows: ArrivingRows) -> None:
-        """The rows here may be about to make the step that those of the group have made: they never lag behind what is adopted."""
+    async def _complete_rows(
+        self, header: HandoffHeader, arriving: ArrivingBlocks, rows: ArrivingRows
+    ) -> None:
+        """The rows here may be about to make the step that those of the group have made: they never lag
+        behind what is adopted."""
         stepped = asyncio.Event()
         self._pserver.lookups.append(stepped.set)
         try:
@@ -213,7 +230,10 @@ class SlotFollower:
         group = self._expected(header)
         layout, slots = self._directory.layout, self._directory.slots
         if group is None or layout is None or slots is None:
-            msg = f"group {header.group} of migration {header.migration} is not expected at pserver-{self._pserver.index} now"
+            msg = (
+                f"group {header.group} of migration {header.migration} is not expected at "
+                f"pserver-{self._pserver.index} now"
+            )
             raise NotReady(msg)
         if key not in self._arriving:
             rows = self._arriving_rows(layout, group)
@@ -225,12 +245,15 @@ class SlotFollower:
         """None: the model has no tables."""
         if not layout.tables:
             return None
-        from trireme_shared.serving.core.table.moving import ArrivingOnArrival, ArrivingRows  # noqa: PLC0415  numba
+        # numba
+        from trireme_shared.serving.core.table.moving import ArrivingOnArrival, ArrivingRows  # noqa: PLC0415
 
         if self._rows is None and self._pserver.store is not None:
             into = self._pserver.store.rows
         else:
-            into = self._rows = self._rows or rows_of(self._header(layout, StepRecord(version=0, positions=())))
+            into = self._rows = self._rows or rows_of(
+                self._header(layout, StepRecord(version=0, positions=()))
+            )
         assert into is not None
         asynchronous = self._context.spec.mode is Mode.ASYNC
         return (ArrivingOnArrival if asynchronous else ArrivingRows)(into, group.slots)
@@ -264,14 +287,18 @@ class SlotFollower:
 
 
 def rest_s(spent_s: float) -> float:
-    """After a piece of work that nobody waits for: it shall take a quarter of a processor, and trainers the rest."""
+    """After a piece of work that nobody waits for: it shall take a quarter of a processor, and trainers the
+    rest."""
     return min(REST_S, 3 * spent_s)
 
 
 def places(layout: Layout, slots: SlotMap, group: Group) -> dict[int, Block]:
     """The blocks of a group's slots."""
     geometry = Geometry(layout)
-    found = {number: geometry.block(number) for number in blocks_in(group.slots, geometry.blocks, len(slots.owners))}
+    found = {
+        number: geometry.block(number)
+        for number in blocks_in(group.slots, geometry.blocks, len(slots.owners))
+    }
     return {number: block for number, block in found.items() if block is not None}
 
 

@@ -1,11 +1,13 @@
 """A pserver hands groups of its blocks over to others, one after the other, as the job's migration says.
 
-group due -> target: memory is there -> between two steps -> values sent while it is served -> each block freezes at its next version -> the rest sent -> target: HAVE
+group due -> target: memory is there -> between two steps -> values sent while it is served -> each block
+freezes at its next version -> the rest sent -> target: HAVE
              (asynchronous: rows sent while it is served -> all of it freezes at once -> the rest sent)
           -> `handed` in ps/<index> -> the leader writes the slot map -> forgotten (follower.py)
              `-> the leader plans another migration, or none -> thawed
 
-A frozen group takes no push until one of the two happens: only the leader knows whether the target has become its owner.
+A frozen group takes no push until one of the two happens: only the leader knows whether the target has become
+its owner.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class HandOver:
                 await self._hand_over(*due)
 
     def _tell_rows(self) -> None:
-        """So that groups of slots are planned with the bytes of their rows. Small changes are not worth a write."""
+        """So that groups of slots are planned with the bytes of their rows. Small changes are not worth a
+        write."""
         store, known = self._pserver.store, self._own_index.record.rows_bytes
         size = store.rows.handed_bytes if store is not None and store.rows is not None else 0
         if abs(size - known) > max(LEAST_TOLD_BYTES, known // 8):
@@ -87,7 +90,12 @@ class HandOver:
     def _due(self) -> tuple[Migration, Group, Store] | None:
         """The next group that this process has to hand over."""
         migration, store, index = self._directory.migration, self._pserver.store, self._pserver.index
-        if migration is None or store is None or store.slots is None or not self._is_current(migration, store):
+        if (
+            migration is None
+            or store is None
+            or store.slots is None
+            or not self._is_current(migration, store)
+        ):
             return None
         handed = self._own_index.record.handed
         done = handed.groups if handed is not None and handed.migration == migration.id else ()
@@ -136,7 +144,9 @@ class HandOver:
     def _end(self, moving: _Moving) -> None:
         if not self._is_forgotten(moving):
             moving.blocks.thaw()
-            log.info("group_stays", index=self._pserver.index, group=moving.group.number, id=moving.migration.id)
+            log.info(
+                "group_stays", index=self._pserver.index, group=moving.group.number, id=moving.migration.id
+            )
             return
         moving.blocks.release()
         handed = self._handed(moving)
@@ -174,14 +184,20 @@ class HandOver:
         await self._send(moving, moving.blocks.rest, whole=True)
         handed = self._handed(moving)
         groups = (*handed.groups, moving.group.number)
-        self._own_index.set(handed=handed.with_fields(groups=groups, bytes=handed.bytes + moving.bytes, failed=""))
+        self._own_index.set(
+            handed=handed.with_fields(groups=groups, bytes=handed.bytes + moving.bytes, failed="")
+        )
 
     async def _until_even(self, moving: _Moving) -> None:
-        """A step that has begun becomes whole, or the job goes back to a checkpoint and the migration is over."""
+        """A step that has begun becomes whole, or the job goes back to a checkpoint and the migration is
+        over."""
         while not moving.blocks.even:
             if not await self._step():
                 log.info(
-                    "handoff_waits", index=self._pserver.index, group=moving.group.number, cause="a step is not whole"
+                    "handoff_waits",
+                    index=self._pserver.index,
+                    group=moving.group.number,
+                    cause="a step is not whole",
                 )
 
     async def _until_frozen(self, moving: _Moving) -> None:
@@ -206,7 +222,8 @@ class HandOver:
         coming: tuple[HandoffPart, ...] = (),
         whole: bool = False,
     ) -> None:
-        """Again until the target has taken it; nothing is sent twice except after an error, and only then it connects again."""
+        """Again until the target has taken it; nothing is sent twice except after an error, and only then it
+        connects again."""
         began, told = clock.monotonic(), False
         while True:
             try:
@@ -223,7 +240,9 @@ class HandOver:
             log.warning("handoff_delayed", index=self._pserver.index, group=moving.group.number, cause=cause)
             if not told and clock.monotonic() - began > FAILED_S:
                 told = True
-                msg = f"pserver-{self._pserver.index} could not hand group {moving.group.number} over: {cause}"
+                msg = (
+                    f"pserver-{self._pserver.index} could not hand group {moving.group.number} over: {cause}"
+                )
                 self._own_index.set(handed=self._handed(moving).with_fields(failed=msg))
             await asyncio.sleep(ids.jitter(PAUSE_S))
 
@@ -253,7 +272,12 @@ class HandOver:
         history = moving.store.history.handed()
         tables, rows_version = moving.blocks.described_tables()
         return header.with_fields(
-            whole=True, blocks=blocks, history=history, ledger=ledger, tables=tables, rows_version=rows_version
+            whole=True,
+            blocks=blocks,
+            history=history,
+            ledger=ledger,
+            tables=tables,
+            rows_version=rows_version,
         )
 
 
@@ -261,7 +285,8 @@ def _rows(store: Store, group: Group) -> LeavingRows | None:
     """None: the model has no tables."""
     if store.rows is None:
         return None
-    from trireme_shared.serving.core.table.moving import LeavingOnArrival, LeavingRows  # noqa: PLC0415  loads numba
+    # loads numba
+    from trireme_shared.serving.core.table.moving import LeavingOnArrival, LeavingRows  # noqa: PLC0415
 
     return (LeavingOnArrival if store.mode is Mode.ASYNC else LeavingRows)(store.rows, group.slots)
 

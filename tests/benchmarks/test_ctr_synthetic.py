@@ -1,4 +1,5 @@
-"""Samples follow what about.json says: the planted model reaches the ceiling and nobody exceeds it, ids follow Zipf's law, memory stays the same."""
+"""Samples follow what about.json says: the planted model reaches the ceiling and nobody exceeds it, ids
+follow Zipf's law, memory stays the same."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def test_clicks_come_as_often_as_the_planted_model_says():
     for low, high in ((-9, -2), (-2, -1), (-1, 0), (0, 9)):
         chosen = (found["score"] >= low) & (found["score"] < high)
         chances = 1 / (1 + np.exp(-found["score"][chosen].astype(float)))
-        assert abs(found["clicked"][chosen].sum() - chances.sum()) < 5 * np.sqrt((chances * (1 - chances)).sum())
+        assert abs(found["clicked"][chosen].sum() - chances.sum()) < 5 * np.sqrt(
+            (chances * (1 - chances)).sum()
+        )
 
 
 def test_deepfm_learns_from_such_data(made, monkeypatch):

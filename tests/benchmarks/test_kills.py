@@ -11,9 +11,13 @@ ALONE = ["a", "b", "c", "d", "e"]
 
 
 def test_the_next_step_is_one_that_began_after_the_kill_and_ends_with_the_last_survivor():
-    lines = {1: [(1.0, "a"), (2.0, "b"), (3.0, "c"), (4.0, "d")], 2: [(1.1, "a"), (2.1, "b"), (3.1, "c"), (4.5, "d")]}
+    lines = {
+        1: [(1.0, "a"), (2.0, "b"), (3.0, "c"), (4.0, "d")],
+        2: [(1.1, "a"), (2.1, "b"), (3.1, "c"), (4.5, "d")],
+    }
     history = History.of(lines, ALONE)
-    assert history.next_step_s(2.05, [1, 2]) == pytest.approx(4.5 - 2.05)  # b to c was under way, c to d began after it
+    # b to c was under way, c to d began after it
+    assert history.next_step_s(2.05, [1, 2]) == pytest.approx(4.5 - 2.05)
     assert history.next_step_s(2.05, [1]) == pytest.approx(4.0 - 2.05)
     assert history.next_step_s(3.5, [1, 2]) is None
     assert history.next_step_s(2.05, [1, 3]) is None
@@ -27,7 +31,11 @@ def test_a_step_that_the_killed_one_had_begun_before_the_others_is_not_the_next_
 
 @pytest.mark.parametrize(
     "own",
-    [[(1.0, "a"), (2.0, "b"), (3.0, "x")], [(1.0, "a"), (2.0, "c"), (3.0, "b")], [(1.0, "b"), (2.0, "a"), (3.0, "b")]],
+    [
+        [(1.0, "a"), (2.0, "b"), (3.0, "x")],
+        [(1.0, "a"), (2.0, "c"), (3.0, "b")],
+        [(1.0, "b"), (2.0, "a"), (3.0, "b")],
+    ],
     ids=["bits of another version", "an older version", "a version twice"],
 )
 def test_a_survivor_with_another_version_is_wrong(own):

@@ -1,4 +1,5 @@
-"""benchmarks.table: what a line says of a goal, who is not there, and minibatches that are the same in every process."""
+"""benchmarks.table: what a line says of a goal, who is not there, and minibatches that are the same in every
+process."""
 
 from __future__ import annotations
 
@@ -56,10 +57,16 @@ def test_ratios_say_how_many_times_better_ours_is():
 
 
 def test_the_table_has_a_row_for_a_peer_that_is_not_there():
-    lines = [line(peers={"Paddle": "not installed: X", "torch": exactly(2.0)}, note="of 3 rows"), line(goal=99.0)]
+    lines = [
+        line(peers={"Paddle": "not installed: X", "torch": exactly(2.0)}, note="of 3 rows"),
+        line(goal=99.0),
+    ]
     head, _, first, second, empty, note = markdown(lines).splitlines()
     assert head == "| work | unit | ours | peers | ratio | goal | met |"
-    assert first == "| lookup, tcp | M ids/s | 8 | Paddle not installed: X; torch 2 | 4.00 x torch | >= 6 | yes |"
+    assert (
+        first
+        == "| lookup, tcp | M ids/s | 8 | Paddle not installed: X; torch 2 | 4.00 x torch | >= 6 | yes |"
+    )
     assert second == "| lookup, tcp | M ids/s | 8 |  |  | >= 99 | NO |"
     assert (empty, note) == ("", "- lookup, tcp: of 3 rows")
 
@@ -169,8 +176,13 @@ def test_pieces_are_all_rows_once():
 
 def test_importing_minibatches_loads_nothing_but_numpy():
     heavy = ("torch", "numba", "trireme_shared", "pyarrow", "structlog")
-    probe = f"import sys, benchmarks.tables.minibatches, benchmarks.tables.replies; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
+    probe = (
+        "import sys, benchmarks.tables.minibatches, benchmarks.tables.replies; print([m for m in "
+        f"{heavy!r} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30
+    )
     assert done.stdout.strip() == "[]"
 
 

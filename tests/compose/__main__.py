@@ -1,7 +1,9 @@
-"""`make compose-test`: the image is built, `docker compose up` trains, is scaled through REST and loses containers; the model's bits are
-those of an undisturbed run, also with the files of jobs in a bucket at S3, and nothing is left. Needs a Docker Engine (DOCKER_HOST, as for docker).
+"""`make compose-test`: the image is built, `docker compose up` trains, is scaled through REST and loses
+containers; the model's bits are those of an undisturbed run, also with the files of jobs in a bucket at S3,
+and nothing is left. Needs a Docker Engine (DOCKER_HOST, as for docker).
 
-BASE_IMAGE, BUILD_IMAGE: as in docs/docker.md; without them Docker Hub's Python, else a Debian that debootstrap makes.
+BASE_IMAGE, BUILD_IMAGE: as in docs/docker.md; without them Docker Hub's Python, else a Debian that
+debootstrap makes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ MOST_MB = 1400
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compose", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=150, help="of each of the two jobs (default: 150, 23 steps each)")
+    parser.add_argument(
+        "--epochs", type=int, default=150, help="of each of the two jobs (default: 150, 23 steps each)"
+    )
     parser.add_argument("--port", type=int, default=8479, help="where the API is published (default: 8479)")
     parser.add_argument("--no-build", action="store_true", help=f"take {IMAGE} and {ETCD_IMAGE} as they are")
     parser.add_argument("--keep", action="store_true", help="leave the containers running")
@@ -67,7 +71,13 @@ def main() -> int:
         project.environment["S3_IMAGE"] = s3_server.image()
         object_storage.scenario(project, arguments.epochs, calm, timeline)
 
-    with_s3 = {**environment, "API_PORT": str(arguments.port + 1), "TRAINERS": "2", "PSERVERS": "2", "MASTERS": "1"}
+    with_s3 = {
+        **environment,
+        "API_PORT": str(arguments.port + 1),
+        "TRAINERS": "2",
+        "PSERVERS": "2",
+        "MASTERS": "1",
+    }
     parts = (
         (on_volumes, Project(name, environment)),
         (on_s3, Project(f"{name}-s3", with_s3, s3_server.ENV_FILE, object_storage.BUCKET)),
@@ -115,7 +125,9 @@ def scenario(project: Project, arguments: argparse.Namespace, timeline: Timeline
     timeline.say(f"docker compose up -d took {time.monotonic() - begun:.1f} s")
     with project.client() as client:
         until("the example's first step", lambda: step_of(client, EXAMPLE), NEXT_STEP_S)
-        timeline.say(f"first step of the example: {time.monotonic() - begun:.1f} s after `docker compose up` began")
+        timeline.say(
+            f"first step of the example: {time.monotonic() - begun:.1f} s after `docker compose up` began"
+        )
         check_ended(project, client, EXAMPLE, timeline)
         looked_at(project, timeline)
         submit(project, "calm", arguments.epochs)
@@ -127,7 +139,9 @@ def scenario(project: Project, arguments: argparse.Namespace, timeline: Timeline
         timeline.say("both models have the same bits")
         timeline.say(restoring_is_seen(project, client))
     project.up()
-    check("submitted before" in project.compose("logs", "example"), "a second `up` submitted the example again")
+    check(
+        "submitted before" in project.compose("logs", "example"), "a second `up` submitted the example again"
+    )
     timeline.say("a second `up` changes nothing")
     return calm
 

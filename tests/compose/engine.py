@@ -33,7 +33,9 @@ def output(
     """What it prints on stdout. Raises SoakError with the end of what it said otherwise."""
     variables = {**os.environ, **(environment or {})}
     try:
-        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=variables, capture_output=True, timeout=timeout_s, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         msg = f"{' '.join(command)}: {error}"
         raise SoakError(msg) from error
@@ -87,16 +89,21 @@ def exists(image: str) -> bool:
 
 
 def base_image() -> str:
-    """BASE_IMAGE, or Docker Hub's Python; where that cannot be pulled, a Debian made by debootstrap (as root)."""
+    """BASE_IMAGE, or Docker Hub's Python; where that cannot be pulled, a Debian made by debootstrap (as
+    root)."""
     if given := os.environ.get("BASE_IMAGE"):
         return given
-    if exists(UPSTREAM) or run(["docker", "pull", "--quiet", UPSTREAM], timeout_s=PULL_S, check=False).strip():
+    if (
+        exists(UPSTREAM)
+        or run(["docker", "pull", "--quiet", UPSTREAM], timeout_s=PULL_S, check=False).strip()
+    ):
         return UPSTREAM
     if exists(BASE):
         return BASE
     if shutil.which("debootstrap") is None:
         msg = (
-            f"{UPSTREAM} cannot be pulled, and debootstrap, which makes another base, is not installed; set BASE_IMAGE"
+            f"{UPSTREAM} cannot be pulled, and debootstrap, which makes another base, is not "
+            "installed; set BASE_IMAGE"
         )
         raise SoakError(msg)
     with tempfile.TemporaryDirectory(prefix="trireme-base-") as folder:
@@ -105,7 +112,10 @@ def base_image() -> str:
         run(["debootstrap", "--variant=minbase", include, "bookworm", folder, *mirror], timeout_s=BUILD_S)
         for name in ("var/cache/apt", "var/lib/apt/lists"):
             shutil.rmtree(Path(folder, name), ignore_errors=True)
-        run(["bash", "-c", f"set -o pipefail; tar -C {folder} -c . | docker import - {BASE}"], timeout_s=BUILD_S)
+        run(
+            ["bash", "-c", f"set -o pipefail; tar -C {folder} -c . | docker import - {BASE}"],
+            timeout_s=BUILD_S,
+        )
     return BASE
 
 
@@ -119,8 +129,8 @@ def debian_mirror() -> str:
 
 
 def build_image(base: str) -> str:
-    """BUILD_IMAGE, or `base` with this machine's certificates, pip's settings and its folders of wheels. Nothing of it reaches the
-    final image, which stands on `base` again."""
+    """BUILD_IMAGE, or `base` with this machine's certificates, pip's settings and its folders of wheels.
+    Nothing of it reaches the final image, which stands on `base` again."""
     if given := os.environ.get("BUILD_IMAGE"):
         return given
     lines = [f"FROM {base}"]
@@ -161,4 +171,7 @@ def size_mb(image: str) -> float:
 
 def machine() -> str:
     engine = run(["docker", "version", "--format", "{{.Server.Version}}"]).strip()
-    return f"Docker Engine {engine}, {' '.join(compose_command())}, {os.cpu_count()} cores, Linux {platform.release()}"
+    return (
+        f"Docker Engine {engine}, {' '.join(compose_command())}, {os.cpu_count()} cores, Linux "
+        f"{platform.release()}"
+    )

@@ -48,7 +48,9 @@ def looked_at(project: Project, timeline: Timeline) -> None:
 
 
 def submit(project: Project, job: str, epochs: int) -> None:
-    project.cli("submit", DIGITS, "--name", job, "--epochs", str(epochs), "--max-trainers", "2", "--pservers", "1")
+    project.cli(
+        "submit", DIGITS, "--name", job, "--epochs", str(epochs), "--max-trainers", "2", "--pservers", "1"
+    )
 
 
 def check_ended(project: Project, client: Client, job: str, timeline: Timeline) -> str:
@@ -59,7 +61,9 @@ def check_ended(project: Project, client: Client, job: str, timeline: Timeline) 
     accuracy = ended.result.metrics["accuracy"]
     check(accuracy >= LEAST_ACCURACY, f"the accuracy of {job} is {accuracy}")
     model = hashlib.sha256(project.cat(f"{project.storage}/{job}/export/model.safetensors")).hexdigest()
-    timeline.say(f"{job} is COMPLETED: accuracy {accuracy:.4f}, step {ended.progress.step}, model {model[:16]}")
+    timeline.say(
+        f"{job} is COMPLETED: accuracy {accuracy:.4f}, step {ended.progress.step}, model {model[:16]}"
+    )
     return model
 
 
@@ -72,7 +76,8 @@ def trains(client: Client, since: int, job: str, steps: int = KEPT_STEPS) -> Non
     def far_enough() -> bool:
         found = client.get_job(job)
         check(
-            found.standing in (Standing.QUEUED, Standing.ACTIVE), f"the job ended too early, {found.standing}: --epochs"
+            found.standing in (Standing.QUEUED, Standing.ACTIVE),
+            f"the job ended too early, {found.standing}: --epochs",
         )
         return (found.progress.step or 0) > since + steps
 

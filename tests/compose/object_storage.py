@@ -1,11 +1,22 @@
-"""The project with docker/s3.env: checkpoints and models lie in a bucket, a job goes on from there, and gives the same bits."""
+"""The project with docker/s3.env: checkpoints and models lie in a bucket, a job goes on from there, and gives
+the same bits."""
 
 from __future__ import annotations
 
 import time
 
 from tests.compose import s3_server
-from tests.compose.jobs import EXAMPLE, NEXT_STEP_S, Timeline, check, check_ended, looked_at, submit, trains, working
+from tests.compose.jobs import (
+    EXAMPLE,
+    NEXT_STEP_S,
+    Timeline,
+    check,
+    check_ended,
+    looked_at,
+    submit,
+    trains,
+    working,
+)
 from tests.compose.project import Project, until
 from trireme.client import Client
 
@@ -18,7 +29,9 @@ def scenario(project: Project, epochs: int, calm: str, timeline: Timeline) -> No
     timeline.say(f"S3 server: {project.environment['S3_IMAGE']}")
     begun = time.monotonic()
     project.up()
-    timeline.say(f"docker compose --env-file {s3_server.ENV_FILE} up -d took {time.monotonic() - begun:.1f} s")
+    timeline.say(
+        f"docker compose --env-file {s3_server.ENV_FILE} up -d took {time.monotonic() - begun:.1f} s"
+    )
     with project.client() as client:
         check_ended(project, client, EXAMPLE, timeline)
         submit(project, JOB, epochs)
@@ -56,11 +69,17 @@ def restored(project: Project, client: Client, timeline: Timeline) -> None:
 def rolled_back(client: Client, after: int) -> str:
     """What the job says once it has gone back to its checkpoint."""
     return next(
-        (event.message for event in client.list_events(JOB, after=after).events if event.name == "rolled_back"), ""
+        (
+            event.message
+            for event in client.list_events(JOB, after=after).events
+            if event.name == "rolled_back"
+        ),
+        "",
     )
 
 
 def checkpoints(project: Project, client: Client) -> list[str]:
-    """Those in the bucket, once the master knows of one. Older ones are removed all the time, so they are not compared."""
+    """Those in the bucket, once the master knows of one. Older ones are removed all the time, so they are not
+    compared."""
     known = any(client.list_checkpoints(JOB))
     return project.cli("ls", f"{BUCKET}/{JOB}/checkpoints").split() if known else []

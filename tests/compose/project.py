@@ -63,7 +63,9 @@ class Project:
     def health(self, service: str) -> dict[str, str]:
         """By container's name: healthy, unhealthy, starting."""
         found = self.containers(service)
-        return {each["Name"].strip("/"): each["State"].get("Health", {}).get("Status", "none") for each in found}
+        return {
+            each["Name"].strip("/"): each["State"].get("Health", {}).get("Status", "none") for each in found
+        }
 
     def kill(self, name: str) -> None:
         run(["docker", "kill", name])
@@ -126,11 +128,15 @@ def check_restrictions(project: Project) -> None:
 
 def check_no_secret_shows(project: Project, image: str) -> int:
     """In environments, arguments, logs or the image's history. How many secrets there are."""
-    volumes = [name for name in run(["docker", "volume", "ls", "--quiet"]).split() if name.startswith(project.name)]
+    volumes = [
+        name for name in run(["docker", "volume", "ls", "--quiet"]).split() if name.startswith(project.name)
+    ]
     mounts = [f"{name}:/secrets/{name}:ro" for name in volumes if "secrets" in name]
     options = [part for mount in mounts for part in ("--volume", mount)]
     script = f"{SECRETS} -exec cat {{}} \\; -exec echo \\;"
-    text = run(["docker", "run", "--rm", "--network", "none", *options, "--entrypoint", "sh", image, "-c", script])
+    text = run(
+        ["docker", "run", "--rm", "--network", "none", *options, "--entrypoint", "sh", image, "-c", script]
+    )
     secrets = {word for word in re.findall(r"[\w-]+", text) if len(word) >= 20} - {KEY}
     places = {"the image's history": run(["docker", "history", "--no-trunc", image])}
     for each in project.containers(all_of_them=True):

@@ -1,7 +1,8 @@
-"""A parameter server that loads a checkpoint is live and not ready, its container is healthy, and nothing is restarted.
+"""A parameter server that loads a checkpoint is live and not ready, its container is healthy, and nothing is
+restarted.
 
-The manifest of the job's only checkpoint becomes a named pipe: who opens it waits, as at a storage that does not answer, for as long as
-the test wants.
+The manifest of the job's only checkpoint becomes a named pipe: who opens it waits, as at a storage that does
+not answer, for as long as the test wants.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def restoring_is_seen(project: Project, client: Client) -> str:
 
 def _processes(container: str) -> dict[str, dict[str, object]]:
     """What the health check says in the container of the processes of its places."""
-    found: dict[str, dict[str, object]] = json.loads(run(["docker", "exec", container, "healthcheck.py"]))["processes"]
+    found: dict[str, dict[str, object]] = json.loads(run(["docker", "exec", container, "healthcheck.py"]))[
+        "processes"
+    ]
     return found
 
 

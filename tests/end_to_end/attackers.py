@@ -1,4 +1,5 @@
-"""What a hostile peer does to ports of a job, each for a bounded time; an attack returns how often it got which answer.
+"""What a hostile peer does to ports of a job, each for a bounded time; an attack returns how often it got
+which answer.
 
 idle, slow ......... connections that say nothing, or a byte now and then
 bombs .............. requests that are deep, long, many, or lie about their length
@@ -74,28 +75,42 @@ async def slow(urls: Sequence[str], count: int, seconds: float) -> Answers:
         finally:
             writer.close()
 
-    return Counter(await asyncio.gather(*(one(url, number % 2 == 0) for url in urls for number in range(count))))
+    return Counter(
+        await asyncio.gather(*(one(url, number % 2 == 0) for url in urls for number in range(count)))
+    )
 
 
 def bombs_of(host: str, token: str) -> list[bytes]:
     """Requests that are more than they seem."""
-    line, deep = f"Host: {host}\r\nAuthorization: Bearer {token}\r\nContent-Type: application/json\r\n", 200_000
+    line, deep = (
+        f"Host: {host}\r\nAuthorization: Bearer {token}\r\nContent-Type: application/json\r\n",
+        200_000,
+    )
 
     def post(path: str, body: bytes, *more: str) -> bytes:
-        head = f"POST {path} HTTP/1.1\r\n{line}Content-Length: {len(body)}\r\n{''.join(each + chr(13) + chr(10) for each in more)}\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\n{line}Content-Length: "
+            f"{len(body)}\r\n{''.join(each + chr(13) + chr(10) for each in more)}\r\n"
+        )
         return head.encode() + body
 
     paths = ("/v1/job/resizes", "/v1/resizes", "/v1/task-leases", "/v1/init", "/v1/table", "/v1/ledger")
     found = [post(path, b"[" * deep + b"]" * deep) for path in paths]
     found += [post(path, b'{"a":' * deep) for path in paths]
     found += [post(path, b"\x91" * deep) for path in paths]  # msgpack: lists in lists
-    found += [post(path, struct.pack(">BI", kind, 0xFFFFFFFF)) for path in paths for kind in (0xC6, 0xDD, 0xDF, 0xDB)]
+    found += [
+        post(path, struct.pack(">BI", kind, 0xFFFFFFFF))
+        for path in paths
+        for kind in (0xC6, 0xDD, 0xDF, 0xDB)
+    ]
     found += [post(path, b'{"n": 1' + b"0" * 100_000 + b"}") for path in paths]
     found += [post(path, b"x" * (3 << 20)) for path in paths]
     found += [post(path, b"\x1f\x8b" + bytes(1000), "Content-Encoding: gzip") for path in paths]
     found += [f"POST {path} HTTP/1.1\r\n{line}Content-Length: {10**15}\r\n\r\n{{".encode() for path in paths]
     found += [
-        f"POST {path} HTTP/1.1\r\n{line}Transfer-Encoding: chunked\r\n\r\n".encode() + b"fffff\r\n" + b"a" * 0xFFFFF
+        f"POST {path} HTTP/1.1\r\n{line}Transfer-Encoding: chunked\r\n\r\n".encode()
+        + b"fffff\r\n"
+        + b"a" * 0xFFFFF
         for path in paths
     ]
     found.append(f"GET /healthz HTTP/1.1\r\n{line}".encode() + b"X-Long: " + b"a" * (1 << 20) + b"\r\n\r\n")
@@ -131,7 +146,8 @@ async def bombs(urls: Sequence[str], token: str) -> Answers:
 
 
 async def strangers(url: str, admin: str, tokens: dict[str, str]) -> dict[str, Answers]:
-    """Every operation of the schema, with each of `tokens` ("": none): 401, 403, or the operation that was served."""
+    """Every operation of the schema, with each of `tokens` ("": none): 401, 403, or the operation that was
+    served."""
     found: dict[str, Answers] = {name: Counter() for name in tokens}
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/openapi.json", headers={"Authorization": f"Bearer {admin}"}) as answer:
@@ -142,7 +158,9 @@ async def strangers(url: str, admin: str, tokens: dict[str, str]) -> dict[str, A
                 for name, token in tokens.items():
                     headers = {"Authorization": f"Bearer {token}"} if token else {}
                     async with session.request(method, place, headers=headers, json={}) as answer:
-                        found[name][f"{answer.status}" if answer.status in (401, 403) else f"{method} {path}"] += 1
+                        found[name][
+                            f"{answer.status}" if answer.status in (401, 403) else f"{method} {path}"
+                        ] += 1
     return found
 
 
@@ -172,8 +190,12 @@ class Noise(FrameStream):
 def lies(draw: random.Random) -> bytes:
     """One message of another job that is not what it should be, or no message at all."""
     call = draw.choice(["push", "pull", "share", "init", "dance", "", 7, None])
-    fields = {name: draw.choice([-1, 1 << 62, "x" * 300, None, [], {}, 0.5]) for name in draw.sample(NAMES, 4)}
-    frame = codec.encode({"id": draw.choice([1, -1, 1 << 60]), "call": call, "message": {"job": "other", **fields}})
+    fields = {
+        name: draw.choice([-1, 1 << 62, "x" * 300, None, [], {}, 0.5]) for name in draw.sample(NAMES, 4)
+    }
+    frame = codec.encode(
+        {"id": draw.choice([1, -1, 1 << 60]), "call": call, "message": {"job": "other", **fields}}
+    )
     match draw.randrange(6):
         case 0:
             return draw.randbytes(draw.randrange(1, 5000))
@@ -183,7 +205,9 @@ def lies(draw: random.Random) -> bytes:
         case 2:
             return frame[: draw.randrange(1, len(frame))]
         case 3:
-            return codec.encode_block({"id": 1, "block": 0, "lanes": (0, 1), "count": 1}, draw.randrange(1 << 31))
+            return codec.encode_block(
+                {"id": 1, "block": 0, "lanes": (0, 1), "count": 1}, draw.randrange(1 << 31)
+            )
         case 4:
             return struct.pack(">BI", draw.choice([0xC6, 0xDD, 0xDF, 0xDB]), draw.randrange(1 << 32))
         case _:
@@ -211,7 +235,9 @@ async def frames(member: PserverMember, uds: str, token: str, *, seed: int, coun
     draw, answers = random.Random(seed), Counter[str]()
     for _ in range(count):
         try:
-            stream = await upgrade(member.url, Noise, member.incarnation, uds=uds, token=token, limit_s=ANSWER_S)
+            stream = await upgrade(
+                member.url, Noise, member.incarnation, uds=uds, token=token, limit_s=ANSWER_S
+            )
         except TriremeError as error:
             answers[error.code] += 1
             continue

@@ -54,7 +54,8 @@ def told_in(log: Path, words: str, process: ForkedProcess) -> None:
 
 
 def job_when(trireme: Command, name: str, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Its status, as the command prints it once the condition holds. Meanwhile it is asked without starting a process each time."""
+    """Its status, as the command prints it once the condition holds. Meanwhile it is asked without starting a
+    process each time."""
 
     async def holds() -> None:
         while True:
@@ -77,7 +78,10 @@ def job_when(trireme: Command, name: str, condition: Callable[[dict[str, Any]], 
 def answered(trireme: Command, *arguments: object, **environment: str) -> Done:
     """What the command gives once a master leads: one of a busy machine may lose its lease."""
     deadline = time.monotonic() + LIMIT_S
-    while (done := trireme.run(*arguments, **environment)).code in (exit_codes.UNREACHABLE, exit_codes.TIMED_OUT):
+    while (done := trireme.run(*arguments, **environment)).code in (
+        exit_codes.UNREACHABLE,
+        exit_codes.TIMED_OUT,
+    ):
         assert time.monotonic() < deadline, done
     return done
 
@@ -87,7 +91,8 @@ def is_at(step: int) -> Callable[[dict[str, Any]], bool]:
 
 
 def script_in(folder: Path, slow_s: float = 0.4) -> Path:
-    """It trains very slowly while the file `slow` exists, so that a job lasts until everything is done to it."""
+    """It trains very slowly while the file `slow` exists, so that a job lasts until everything is done to
+    it."""
     (folder / "mine").mkdir()
     (folder / "slow").touch()
     return write_script(folder / "mine", loss=slowable_loss(folder / "slow", slow_s), evaluation=EVALUATION)

@@ -58,7 +58,8 @@ class Command:
         )
 
     def run(self, *arguments: object, **environment: str) -> Done:
-        """Until its end. It is forked from a process that has imported the commands; `start` starts a new interpreter."""
+        """Until its end. It is forked from a process that has imported the commands; `start` starts a new
+        interpreter."""
         if not warm_server().imports_as(self._environment(environment)):
             with self.start(*arguments, **environment) as process:
                 return self.end_of(process)
@@ -68,7 +69,8 @@ class Command:
         """Forked, with its output to read while it runs (`wait_for`), and at its end (`end_of`)."""
         with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
             begun = self.fork(*arguments, out=out, err=err, **environment)
-            begun.stdout, begun.stderr = (Path(file.name).open(encoding="utf-8") for file in (out, err))  # noqa: SIM115  `communicate` closes them
+            # `communicate` closes them
+            begun.stdout, begun.stderr = (Path(file.name).open(encoding="utf-8") for file in (out, err))  # noqa: SIM115
         return begun
 
     def fork(self, *arguments: object, out: IO[Any], err: IO[Any], **environment: str) -> ForkedProcess:

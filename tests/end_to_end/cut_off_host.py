@@ -1,12 +1,16 @@
-"""A job on two hosts (tests/equipment/two_hosts.py), one of which is cut off in the middle and comes back. No launcher knows both.
+"""A job on two hosts (tests/equipment/two_hosts.py), one of which is cut off in the middle and comes back. No
+launcher knows both.
 
     python -m tests.end_to_end.cut_off_host trainers|pserver|leader|agents FOLDER
 
-FOLDER holds the script and its data (`write_job`). The last line on stdout is a Report as JSON. etcd is on host 1; host 2 is cut off:
+FOLDER holds the script and its data (`write_job`). The last line on stdout is a Report as JSON. etcd is on
+host 1; host 2 is cut off:
 
     trainers   members started by hand; host 2 has half of the trainers
-    pserver    members started by hand; host 2 has a trainer and one of two parameter servers, host 1 one in reserve
-    agents     host agents and the master of a cluster; host 2 has a trainer and one of two parameter servers, host 1 an idle place
+    pserver    members started by hand; host 2 has a trainer and one of two parameter servers, host 1 one in
+               reserve
+    agents     host agents and the master of a cluster; host 2 has a trainer and one of two parameter servers,
+               host 1 an idle place
     leader     members started by hand; host 2 has a trainer and the leading master, host 1 a standby
 """
 
@@ -63,9 +67,10 @@ SLOW_LOSS = LOSS.replace("    return", '    time.sleep(0.01 if (HERE / "slow").e
 
 @dataclass
 class Report:
-    """`next_step_s`: from the cut to the first step that only members of host 1 made. `leases_end_s`: from the cut until etcd had none of
-    host 2's keys any more: agents, members, master. `back_s`: from the end of the cut until members of
-    host 2 train. `streams`: over what the trainers of each host opened their streams. Durations in seconds."""
+    """`next_step_s`: from the cut to the first step that only members of host 1 made. `leases_end_s`: from
+    the cut until etcd had none of host 2's keys any more: agents, members, master. `back_s`: from the end of
+    the cut until members of host 2 train. `streams`: over what the trainers of each host opened their
+    streams. Durations in seconds."""
 
     next_step_s: float = 0.0
     leases_end_s: float = 0.0
@@ -97,7 +102,9 @@ class Job:
         self.report = Report()
 
     async def start(self, number: Number, name: str, module: str, **settings: object) -> None:
-        access = {name.removeprefix("TRIREME_").lower(): value for name, value in self.access.environment().items()}
+        access = {
+            name.removeprefix("TRIREME_").lower(): value for name, value in self.access.environment().items()
+        }
         common = {**access, "job": JOB, "token": TOKEN, "begun_file": self.folder / f"{name}.begun"}
         await self.hosts.start(number, name, sys.executable, "-m", module, **(common | settings))
 
@@ -135,7 +142,8 @@ class Job:
             await _until_steps(port, STEPS_AFTER)
 
     async def _leased_by(self, host: str) -> set[tuple[str, int]]:
-        """The keys of its agent, its members and its master, and when they were created. Their names begin with the host's."""
+        """The keys of its agent, its members and its master, and when they were created. Their names begin
+        with the host's."""
         named = re.compile(rf'"{host}-(trainer|pserver|master)\b'.encode())
         found = (await self.etcd.range("/", prefix=True)).kvs
         return {(kv.key, kv.create_revision) for kv in found if kv.lease and named.search(kv.value)}
@@ -177,7 +185,8 @@ async def _until_steps(port: HttpPserver, count: int) -> None:
 
 
 async def _next_step(port: HttpPserver, timeline: int, clock: Callable[[], float], since: float) -> float:
-    """When the first step after the longest pause was made. What was sent before the cut may end some steps after it."""
+    """When the first step after the longest pause was made. What was sent before the cut may end some steps
+    after it."""
     seen, at, best = await port.info(), since, (0.0, since)
     async with asyncio.timeout(LIMIT_S):
         while best[0] < 1.0 or clock() < best[1] + 1.0:  # no step takes a second, and each death costs more
@@ -223,7 +232,8 @@ async def _master(job: Job, host: Number) -> None:
 
 
 async def _members(job: Job, second: Number) -> None:
-    """A parameter server on host 1, one on host `second`, and a trainer on each host. Half of them listen on all addresses."""
+    """A parameter server on host 1, one on host `second`, and a trainer on each host. Half of them listen on
+    all addresses."""
     sockets = {"uds": job.folder / "uds"}  # in files that both hosts see
     sockets["uds"].mkdir()
     everywhere = {number: {"host": "0.0.0.0", "advertise": address} for number, address in ADDRESSES.items()}

@@ -1,4 +1,5 @@
-"""What the parts of the dashboard's test share: a browser at the page of a cluster, and words for what is there."""
+"""What the parts of the dashboard's test share: a browser at the page of a cluster, and words for what is
+there."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def says(text: str) -> str:
 
 def fact(name: str) -> str:
     """The value beside a name of the list of facts."""
-    return f"[...document.querySelectorAll('dt')].find((each) => each.textContent === {json.dumps(name)})?.nextElementSibling.textContent"
+    return (
+        "[...document.querySelectorAll('dt')].find((each) => each.textContent === "
+        f"{json.dumps(name)})?.nextElementSibling.textContent"
+    )
 
 
 class Session:
@@ -39,18 +43,23 @@ class Session:
         self.axe = (node_modules_of_dashboard() / "axe-core" / "axe.min.js").read_text()
 
     async def picture(self, name: str) -> None:
-        """In both schemes, wide and narrow: axe-core finds nothing, and nothing is wider than the window but what scrolls by itself."""
+        """In both schemes, wide and narrow: axe-core finds nothing, and nothing is wider than the window but
+        what scrolls by itself."""
         for scheme, width in (("light", WIDE), ("dark", WIDE), ("light", NARROW)):
             await self.page.dark(on=scheme == "dark")
             await self.page.width(width)
             await asyncio.sleep(0.3)  # charts are drawn anew
             if self.pictures is not None:
-                await self.page.picture(self.pictures / f"{name}-{scheme}{'' if width == WIDE else '-narrow'}.png")
+                await self.page.picture(
+                    self.pictures / f"{name}-{scheme}{'' if width == WIDE else '-narrow'}.png"
+                )
             await self.page.js(f"{self.axe}; true")
             found = await self.page.js(
                 "axe.run(document, {resultTypes: ['violations']}).then((each) => each.violations)"
             )
-            serious = [(each["id"], each["impact"], [node["html"] for node in each["nodes"]][:3]) for each in found]
+            serious = [
+                (each["id"], each["impact"], [node["html"] for node in each["nodes"]][:3]) for each in found
+            ]
             assert serious == [], (name, scheme, width)
             assert await self.page.js("document.documentElement.scrollWidth <= innerWidth"), (name, width)
         await self.page.width(WIDE)

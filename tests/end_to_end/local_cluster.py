@@ -1,4 +1,5 @@
-"""A job that the launcher runs as real processes, slow enough to be disturbed; what it trained, to compare bit for bit."""
+"""A job that the launcher runs as real processes, slow enough to be disturbed; what it trained, to compare
+bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ FAST_S = 0.002
 
 
 def slowable_loss(slow: Path, slow_s: float) -> str:
-    """A minibatch takes `slow_s` seconds more while the file `slow` exists: few steps last until everything is done to the job."""
+    """A minibatch takes `slow_s` seconds more while the file `slow` exists: few steps last until everything
+    is done to the job."""
     sleeps = f'    time.sleep({slow_s} if Path("{slow}").exists() else {FAST_S})\n    return'
     return LOSS.replace("    return", sleeps).replace("\ndef", "import time\n\n\ndef")
 
@@ -91,7 +93,9 @@ async def cluster_of(spec: JobSpec, folder: Path, spare_pservers: int = 0, **set
             ClusterSettings(**settings),
             spare_pservers=spare_pservers,
             forks=fork_server_for(frozenset(inherited_environment().items())),
-            on_event=lambda event: deaths.update([event.child] if event.what in ("died", "lost_lease") else []),
+            on_event=lambda event: deaths.update(
+                [event.child] if event.what in ("died", "lost_lease") else []
+            ),
         )
         cluster.deaths = deaths
         async with cluster:

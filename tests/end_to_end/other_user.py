@@ -1,4 +1,5 @@
-"""Another user of the machine, who is told everything about a run or a cluster and tries what such a user can try.
+"""Another user of the machine, who is told everything about a run or a cluster and tries what such a user can
+try.
 
     python other_user.py < {"pids", "ports", "routes", "sockets", "files", "folders", "shared_before"}
         ->   one line of JSON for each attempt: [what, what came of it]
@@ -73,7 +74,10 @@ def attempts(told: dict[str, Any]) -> Iterator[Attempt]:
 
 def at_port(port: int, routes: list[tuple[str, str]]) -> Iterator[Attempt]:
     yield f"read etcd at port {port}", lambda: request(port, "POST", "/v3/kv/range", ANYTHING)
-    yield f"write etcd at port {port}", lambda: request(port, "POST", "/v3/kv/put", '{"key": "AA==", "value": "AA=="}')
+    yield (
+        f"write etcd at port {port}",
+        lambda: request(port, "POST", "/v3/kv/put", '{"key": "AA==", "value": "AA=="}'),
+    )
     yield f"join etcd at port {port}", lambda: request(port, "GET", "/members")
     yield f"raft of etcd at port {port}", lambda: request(port, "GET", "/raft/probing")
     for method, path in routes:
@@ -85,7 +89,9 @@ def at_port(port: int, routes: list[tuple[str, str]]) -> Iterator[Attempt]:
     yield f"open a stream at port {port}", lambda: request(port, "GET", "/v1/stream", headers=stream)
 
 
-def request(port: int, method: str, path: str, body: str = "", headers: dict[str, str] | None = None) -> str | None:
+def request(
+    port: int, method: str, path: str, body: str = "", headers: dict[str, str] | None = None
+) -> str | None:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
         connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
         answer = connection.getresponse()
@@ -143,7 +149,18 @@ def system_v(pids: list[int]) -> str | None:
 
 
 def at_process(pid: int) -> Iterator[Attempt]:
-    for name in ("environ", "mem", "maps", "smaps", "pagemap", "auxv", "stack", "syscall", "io", "clear_refs"):
+    for name in (
+        "environ",
+        "mem",
+        "maps",
+        "smaps",
+        "pagemap",
+        "auxv",
+        "stack",
+        "syscall",
+        "io",
+        "clear_refs",
+    ):
         yield f"read /proc/{pid}/{name}", lambda name=name: read(f"/proc/{pid}/{name}")
     for name in ("cwd", "root", "exe"):
         yield f"follow /proc/{pid}/{name}", lambda name=name: str(Path(f"/proc/{pid}/{name}").readlink())
@@ -153,10 +170,16 @@ def at_process(pid: int) -> Iterator[Attempt]:
     yield f"change oom_score_adj of {pid}", lambda: str(os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY))
     for number in (0, signal.SIGCONT, signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
         yield f"signal {int(number)} to {pid}", lambda number=number: str(os.kill(pid, number))
-    yield f"signal by pidfd to {pid}", lambda: str(signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGTERM))
+    yield (
+        f"signal by pidfd to {pid}",
+        lambda: str(signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGTERM)),
+    )
     yield f"lower the priority of {pid}", lambda: str(os.setpriority(os.PRIO_PROCESS, pid, 19))
     yield f"bind {pid} to one core", lambda: str(os.sched_setaffinity(pid, {0}))
-    yield f"limit the memory of {pid}", lambda: str(resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20)))
+    yield (
+        f"limit the memory of {pid}",
+        lambda: str(resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))),
+    )
     yield f"trace {pid}", lambda: trace(pid)
     yield f"read the memory of {pid}", lambda: read_memory(pid)
 

@@ -1,4 +1,5 @@
-"""A Ray cluster of several nodes on this machine, each with an address of its own (127.0.0.11, ...). All of it ends with the test."""
+"""A Ray cluster of several nodes on this machine, each with an address of its own (127.0.0.11, ...). All of
+it ends with the test."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from trireme_shared.platform.etcd.embedded import free_ports
 MARK = "RAY_TEST_MARK"
 LIMIT_S = 90
 STORE_BYTES = 100 << 20
-HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
 
 
@@ -49,7 +54,16 @@ class RayNodes:
         code = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
         with (self.folder / f"{host}.log").open("wb") as log:
             self._nodes[host] = subprocess.Popen(
-                [sys.executable, "-c", code, "start", "--block", *command, str(STORE_BYTES), "--disable-usage-stats"],
+                [
+                    sys.executable,
+                    "-c",
+                    code,
+                    "start",
+                    "--block",
+                    *command,
+                    str(STORE_BYTES),
+                    "--disable-usage-stats",
+                ],
                 env={**os.environ, **QUIET, MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -87,9 +101,16 @@ class RayNodes:
 
     def free_cpus(self) -> float:
         """Which no actor and no placement group has."""
-        code = f"import ray; ray.init({self.address!r}, log_to_driver=False); print(ray.available_resources()['CPU'])"
+        code = (
+            f"import ray; ray.init({self.address!r}, log_to_driver=False); "
+            "print(ray.available_resources()['CPU'])"
+        )
         done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, **QUIET}, capture_output=True, timeout=LIMIT_S, check=True
+            [sys.executable, "-c", code],
+            env={**os.environ, **QUIET},
+            capture_output=True,
+            timeout=LIMIT_S,
+            check=True,
         )
         return float(done.stdout)
 

@@ -93,7 +93,14 @@ def write_data(folder: Path, records: int = RECORDS) -> None:
 
 def write_script(folder: Path, **parts: str) -> Path:
     """`script.py` beside its data; `parts` replace the pieces named as the constants above (loss="...")."""
-    pieces = {"head": HEAD, "config": CONFIG, "model": MODEL, "dataset": DATASET, "loss": LOSS, "optimizer": OPTIMIZER}
+    pieces = {
+        "head": HEAD,
+        "config": CONFIG,
+        "model": MODEL,
+        "dataset": DATASET,
+        "loss": LOSS,
+        "optimizer": OPTIMIZER,
+    }
     assert parts.keys() <= pieces.keys() | {"evaluation"}
     write_data(folder)
     script = folder / "script.py"

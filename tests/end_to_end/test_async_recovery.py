@@ -1,4 +1,5 @@
-"""Real processes of an asynchronous job are killed: what was trained stays trained once, or its loss is on record."""
+"""Real processes of an asynchronous job are killed: what was trained stays trained once, or its loss is on
+record."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ async def applied(cluster):
             info = await pserver.info()
         finally:
             await pserver.close()
-        lowest, highest = (sum(getattr(e, name) for e in info.ledger) for name in ("applied_lowest", "applied_highest"))
+        lowest, highest = (
+            sum(getattr(e, name) for e in info.ledger) for name in ("applied_lowest", "applied_highest")
+        )
         found[member.index] = lowest, highest
     return found
 
@@ -93,7 +96,8 @@ async def test_a_frozen_parameter_server_is_skipped_and_what_it_missed_is_on_rec
         pid = cluster.children["pserver-1"].pid
         index = next(member.index for member in cluster.directory.pservers.values() if member.pid == pid)
         with frozen(pid):
-            async with asyncio.timeout(50.0):  # a stream says after 30 s that nothing moves, and again 30 s later
+            # a stream says after 30 s that nothing moves, and again 30 s later
+            async with asyncio.timeout(50.0):
                 await reach_step(cluster, MINIBATCHES // 4)
         thawed = await applied(cluster)
         async with asyncio.timeout(END_S):
@@ -145,7 +149,9 @@ async def test_a_parameter_server_that_freezes_in_a_pause_does_not_stretch_it_an
             assert highest <= MINIBATCHES <= lowest + losses.skipped.get(str(index), 0)
 
 
-async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_other_numbers_and_loses_nothing(tmp_path):
+async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_other_numbers_and_loses_nothing(
+    tmp_path,
+):
     async with cluster_of(async_spec(tmp_path), tmp_path) as cluster:
         await reach_step(cluster, MINIBATCHES // 6)
         await reach_checkpoint(cluster, 2)
@@ -159,9 +165,13 @@ async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_othe
 
 
 async def start_over(tmp_path, killed, **changes):
-    """Nothing can be saved until the job has started over: a file is where the folder of checkpoints has to be. `killed`: these
-    parameter servers die, one after the other."""
-    never = {"checkpoint_every_seconds": None, "checkpoint_every_epochs": None, "checkpoint_every_steps": None}
+    """Nothing can be saved until the job has started over: a file is where the folder of checkpoints has to
+    be. `killed`: these parameter servers die, one after the other."""
+    never = {
+        "checkpoint_every_seconds": None,
+        "checkpoint_every_epochs": None,
+        "checkpoint_every_steps": None,
+    }
     unwritable = tmp_path / "storage" / "checkpoints"  # not even the initial parameters are saved
     unwritable.parent.mkdir()
     unwritable.touch()
@@ -189,11 +199,15 @@ async def start_over(tmp_path, killed, **changes):
 
 
 @pytest.mark.soak  # for its length
-async def test_a_job_with_independent_checkpoints_starts_over_if_all_parameters_are_lost_before_the_first(tmp_path):
+async def test_a_job_with_independent_checkpoints_starts_over_if_all_parameters_are_lost_before_the_first(
+    tmp_path,
+):
     await start_over(tmp_path, ["pserver-0"], checkpoint_kind="independent", pservers=1)
 
 
 @pytest.mark.soak  # for its length
-@pytest.mark.parametrize("killed", [["pserver-1"], ["pserver-0", "pserver-1"]], ids=["one", "one after the other"])
+@pytest.mark.parametrize(
+    "killed", [["pserver-1"], ["pserver-0", "pserver-1"]], ids=["one", "one after the other"]
+)
 async def test_a_job_starts_over_if_parameter_servers_die_before_anything_was_saved(tmp_path, killed):
     await start_over(tmp_path, killed, pservers=2)

@@ -1,5 +1,5 @@
-"""Embedding tables of an asynchronous job in real processes that are killed: each row has each of its minibatches once, or its server's losses are
-on record."""
+"""Embedding tables of an asynchronous job in real processes that are killed: each row has each of its
+minibatches once, or its server's losses are on record."""
 
 from __future__ import annotations
 
@@ -45,7 +45,12 @@ MINIBATCHES = EPOCHS * RECORDS // MINIBATCH
 
 
 def counting(folder: Path, **changes: object) -> JobSpec:
-    asynchronous = {"mode": Mode.ASYNC, "global_batch_size": MINIBATCH, "lanes": 1, "checkpoint_every_seconds": 1.0}
+    asynchronous = {
+        "mode": Mode.ASYNC,
+        "global_batch_size": MINIBATCH,
+        "lanes": 1,
+        "checkpoint_every_seconds": 1.0,
+    }
     spec = spec_of(folder, **{"epochs": EPOCHS, "slow_s": 0.1, **asynchronous, **changes})
     script = Path(spec.script)
     plain = script.read_text()
@@ -57,7 +62,8 @@ def counting(folder: Path, **changes: object) -> JobSpec:
 
 
 async def assert_once(cluster: LocalCluster, state: JobState, *, resized: bool = False) -> None:
-    """By the ledgers, and by the rows themselves. `resized`: slots brought along what their parameter servers had lost, so these lack at most that."""
+    """By the ledgers, and by the rows themselves. `resized`: slots brought along what their parameter servers
+    had lost, so these lack at most that."""
     assert state.phase is Phase.COMPLETED, state
     lost = {int(index): count for index, count in state.result.losses.lost.items()}
     assert state.result.losses.skipped == {}
@@ -79,7 +85,9 @@ async def killed_in_turn(cluster: LocalCluster, *kinds: str) -> JobState:
     for number, kind in enumerate(kinds, 1):
         await reach_checkpoint(cluster, number)
         await reach_step(cluster, MINIBATCHES // 8 * number)
-        alive = sorted(name for name, child in cluster.children.items() if name.startswith(kind) and child.alive)
+        alive = sorted(
+            name for name, child in cluster.children.items() if name.startswith(kind) and child.alive
+        )
         cluster.kill(alive[0], signal.SIGKILL)
     state = await ended(cluster)
     assert sum(cluster.deaths.values()) >= len(kinds)

@@ -1,4 +1,5 @@
-"""A job that is attacked from all sides while it trains: the same bits, and no memory or file is lost to the attackers."""
+"""A job that is attacked from all sides while it trains: the same bits, and no memory or file is lost to the
+attackers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 IDLE, SLOW, STREAMS = 500, 20, 60  # idle connections to each of four ports: 2,000
 SLOW_S = 4.0
-CUT_S = 14.0  # a parameter server cuts strangers after 10 s and looks once a second, a master after 10 to 20 s
+# a parameter server cuts strangers after 10 s and looks once a second, a master after 10 to 20 s
+CUT_S = 14.0
 GROWTH = 1.2
 OPEN = ("get /healthz", "get /readyz")
 

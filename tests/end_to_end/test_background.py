@@ -73,8 +73,8 @@ def test_two_runs_at_once_are_stopped_when_one_is_dropped_and_when_the_interpret
     )
     for job in ("dropped", "left"):
         assert (
-            f"job {job} is unfinished; resume it with: trireme.run('script.py', trainers=1, pservers=1, job='{job}', epochs=1000)"
-            in err
+            f"job {job} is unfinished; resume it with: trireme.run('script.py', trainers=1, "
+            f"pservers=1, job='{job}', epochs=1000)" in err
         )
     assert "Traceback" not in err
     # the fixture finds out whether a process is left
@@ -92,17 +92,23 @@ def test_nothing_is_left_when_the_process_is_killed(trireme):
     assert trireme.family() == []
 
 
-def test_a_script_that_fails_is_told_by_the_call_and_a_job_that_fails_by_waiting(trireme, monkeypatch, capsys):
+def test_a_script_that_fails_is_told_by_the_call_and_a_job_that_fails_by_waiting(
+    trireme, monkeypatch, capsys
+):
     monkeypatch.chdir(trireme.folder)
     monkeypatch.setenv(MARK, trireme.mark)
-    script = scripts.write_script(trireme.folder, loss="def loss(model, batch):\n    raise ValueError('no loss')\n")
+    script = scripts.write_script(
+        trireme.folder, loss="def loss(model, batch):\n    raise ValueError('no loss')\n"
+    )
     with pytest.raises(package.TriremeError, match=r"script\.py failed:\n(.*\n)*.*ValueError: no loss"):
         package.run(script, progress=False)
     assert not Path(".trireme/script").exists()
     with package.run(script, trainers=1, pservers=1, check=False, progress=False) as run:
         with pytest.raises(TimeoutError, match=r"job script has not ended within 0 s: it is STARTING"):
             run.wait(0)
-        with pytest.raises(package.JobFailed, match=r"job script failed: (.*\n)*.*ValueError: no loss") as caught:
+        with pytest.raises(
+            package.JobFailed, match=r"job script failed: (.*\n)*.*ValueError: no loss"
+        ) as caught:
             run.wait(100)
     assert caught.value.__notes__ == [caught.value.hint]
     assert run.result is not None

@@ -1,6 +1,8 @@
-"""What users get wrong: one clear message each, no stack trace for what is no bug, no child left, the right exit code.
+"""What users get wrong: one clear message each, no stack trace for what is no bug, no child left, the right
+exit code.
 
-What the inspection of a script finds wrong in it: tests/trainer_agent/script/test_inspect.py; here one of each kind."""
+What the inspection of a script finds wrong in it: tests/trainer_agent/script/test_inspect.py; here one of
+each kind."""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ FAILS_IN_TRAINERS = LOSS.replace(
 
 
 def one_message(done, code, *parts):
-    """Exit code, nothing on stdout, and after the first line a short message that has all parts and no stack trace."""
+    """Exit code, nothing on stdout, and after the first line a short message that has all parts and no stack
+    trace."""
     assert done.code == code, done.err
     assert done.out == ""
     for part in parts:
@@ -53,7 +56,10 @@ def test_a_module_without_model(trireme, tmp_path):
 
 def test_a_setting_of_the_script_that_does_not_go_with_a_flag(trireme, tmp_path):
     script = write_script(tmp_path, config="config = trireme.Config(min_members=2)\n")
-    told = "min_members is 2, which only jobs with strategy collective can have; leave it out, or use that strategy"
+    told = (
+        "min_members is 2, which only jobs with strategy collective can have; leave it out, or use "
+        "that strategy"
+    )
     given = ("--strategy", "parameter_server")
     one_message(trireme.run("run", script, *given), 2, f"error: {told} (from config min_members, --strategy)")
 
@@ -67,10 +73,16 @@ def test_a_setting_of_the_script_that_does_not_go_with_a_flag(trireme, tmp_path)
         (["--port", 70_000], "--port = 70000: give a whole number from 0 to 65535"),
         (["--job", "???"], "--job = '???': string should match pattern"),
         (["--set", "colour=blue"], "no setting 'colour'"),
-        (["--set", "keep_checkpoints=x"], "error: --set keep_checkpoints = 'x': input should be a valid integer"),
+        (
+            ["--set", "keep_checkpoints=x"],
+            "error: --set keep_checkpoints = 'x': input should be a valid integer",
+        ),
         (
             ["--trainers", 2, "--min-members", 2],
-            "error: min_members is 2, which only jobs with strategy collective can have; leave it out, or use that strategy (from --min-members)",
+            (
+                "error: min_members is 2, which only jobs with strategy collective can have; leave it "
+                "out, or use that strategy (from --min-members)"
+            ),
         ),
         (["--global-batch-size", 30], "global_batch_size 30 is not a multiple of lanes 4"),
     ],
@@ -83,11 +95,14 @@ def test_settings_that_cannot_be(trireme, tmp_path, flags, message):
 def test_a_name_that_etcd_keys_cannot_have_is_changed_and_the_change_is_told(trireme, tmp_path, where):
     config = 'config = trireme.Config(job="my_job")\n' if where == "config" else ""
     script = write_script(tmp_path, config=config).rename(tmp_path / "my_job.py")
-    done = trireme.run("run", script, "--no-check", "--dry-run", *(["--job", "my_job"] if where == "flag" else []))
+    done = trireme.run(
+        "run", script, "--no-check", "--dry-run", *(["--job", "my_job"] if where == "flag" else [])
+    )
     assert (done.code, json.loads(done.out)["job"]) == (0, "my-job")
     origin = {"flag": "--job", "script's name": "the script's name", "config": "config job"}[where]
     expected = (
-        f"the job is called my-job, not my_job ({origin}): a job's name has lower-case letters, digits and hyphens\n"
+        f"the job is called my-job, not my_job ({origin}): a job's name has lower-case letters, digits "
+        "and hyphens\n"
     )
     assert said(done) == expected
     missing = trireme.run("status", "--job", "my_job")
@@ -99,7 +114,9 @@ def test_a_port_in_use(trireme, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        one_message(trireme.run("run", write_script(tmp_path), "--port", port), 2, f"port {port}", "is not free")
+        one_message(
+            trireme.run("run", write_script(tmp_path), "--port", port), 2, f"port {port}", "is not free"
+        )
 
 
 def test_a_data_directory_that_cannot_be_written(trireme, tmp_path):
@@ -109,7 +126,12 @@ def test_a_data_directory_that_cannot_be_written(trireme, tmp_path):
 
 def test_an_etcd_that_is_none(trireme, tmp_path):
     script = write_script(tmp_path)
-    one_message(trireme.run("run", script, "--no-check", ETCD_BIN=str(script)), 2, "ETCD_BIN", "not an executable file")
+    one_message(
+        trireme.run("run", script, "--no-check", ETCD_BIN=str(script)),
+        2,
+        "ETCD_BIN",
+        "not an executable file",
+    )
 
 
 def the_users_traceback(done, *parts):
@@ -158,7 +180,10 @@ def test_a_member_that_cannot_start_ends_the_job_with_its_own_words(trireme, tmp
     began = time.monotonic()
     done = trireme.run("run", write_script(tmp_path), "--no-check", PYTHONPATH=path)
     assert (done.code, done.out) == (1, "")
-    assert "error: master-0 ended 2 times before it was ready, the last time with exit code 1; its log is" in done.err
+    assert (
+        "error: master-0 ended 2 times before it was ready, the last time with exit code 1; its log is"
+        in done.err
+    )
     assert done.err.strip().endswith("ImportError: fastapi is broken here")
     assert (done.err.count("it is started again"), done.err.count("it is not started again")) == (1, 1)
     assert time.monotonic() - began < 45

@@ -28,7 +28,8 @@ def test_a_jobs_checkpoints_are_good_and_an_export_is_the_model_that_plain_pytor
     answer = json.loads(verified.out)
     steps = [row["step"] for row in answer["checkpoints"]]
     assert len(steps) > 1
-    assert set(steps) <= {0, 12, 24}  # both epochs and the beginning; the job may end before the last one is committed
+    # both epochs and the beginning; the job may end before the last one is committed
+    assert set(steps) <= {0, 12, 24}
     folder = Path(answer["storage"]) / "checkpoints"
     manifest = next(folder.glob("*/manifest-*.json"))
     assert all(part["checksum"].startswith("md5:") for part in json.loads(manifest.read_bytes())["parts"])
@@ -42,14 +43,18 @@ def test_a_jobs_checkpoints_are_good_and_an_export_is_the_model_that_plain_pytor
         json.loads(verified.out)["checkpoints"][0]["checkpoint"],
     )
     values = torch.load(answer["exports"]["state_dict"], weights_only=True)
-    assert all(torch.equal(values[name], value) for name, value in load_file(answer["exports"]["safetensors"]).items())
+    assert all(
+        torch.equal(values[name], value)
+        for name, value in load_file(answer["exports"]["safetensors"]).items()
+    )
     assert_same_model(script, answer["step"] // 12, values)
     if answer["step"] == 24:
         assert_same_model(script, 2, load_file(json.loads(done.out)["exports"]["safetensors"]))
 
 
 def assert_same_model(script: Path, epochs: int, values: dict[str, torch.Tensor]) -> None:
-    """Plain PyTorch loads `values`; the model's output equals that of a model which one process trained for as many steps."""
+    """Plain PyTorch loads `values`; the model's output equals that of a model which one process trained for
+    as many steps."""
     user = load(str(script))
     reference = plain.run(user, plain.plain_spec(user, {"lanes": 1, "epochs": epochs})).model
     model = user.call("model")

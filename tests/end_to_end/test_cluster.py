@@ -1,4 +1,5 @@
-"""`trireme up` and the commands that talk to it, as a user types them: jobs share a cluster, survive its deaths, and keep their bits."""
+"""`trireme up` and the commands that talk to it, as a user types them: jobs share a cluster, survive its
+deaths, and keep their bits."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
 ) -> None:
     script = script_in(trireme.folder, SLOW_S)
     with up(trireme, "--trainers", 2, "--pservers", 2, "--standbys", 1) as process:
-        tasks = {"a": ("--pre-task", "echo ready for $TRIREME_JOB", "--post-task", "echo $TRIREME_STANDING"), "b": ()}
+        tasks = {
+            "a": ("--pre-task", "echo ready for $TRIREME_JOB", "--post-task", "echo $TRIREME_STANDING"),
+            "b": (),
+        }
         submitted = [
             good(answered(trireme, "submit", script, "--name", name, "--epochs", EPOCHS, *more, "--json"))
             for name, more in tasks.items()
@@ -67,12 +71,16 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
         assert (cancelled.code, "CANCELLED" in cancelled.out) == (0, True), cancelled
         child_of(process, "trireme.host").kill()
         seen = job_when(trireme, "a", is_at(2))
-        leader = job_when(trireme, "a", is_at(seen["progress"]["step"] + 2))["master"]["master_id"].rpartition("-")[0]
+        leader = job_when(trireme, "a", is_at(seen["progress"]["step"] + 2))["master"][
+            "master_id"
+        ].rpartition("-")[0]
         child_of(process, f"master_service [{leader}]").kill()
         (trireme.folder / "slow").unlink()
         job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
         assert same_bits(model_of(job), undisturbed)
-        until_answered(lambda: good(answered(trireme, "job-tasks", "a", "post-0", "--json"))["state"] == "SUCCEEDED")
+        until_answered(
+            lambda: good(answered(trireme, "job-tasks", "a", "post-0", "--json"))["state"] == "SUCCEEDED"
+        )
         before, after = good(answered(trireme, "job-tasks", "a", "--json"))["job_tasks"]
         assert (before["state"], before["attempt"], after["state"]) == ("SUCCEEDED", 1, "SUCCEEDED")
         assert [answered(trireme, "job-tasks", "a", name).out for name in ("pre-0", "post-0")] == [
@@ -82,22 +90,29 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
         assert answered(trireme, "job-tasks", "a", "pre-7").code == exit_codes.NOT_FOUND
         states = {job["job"]: job["standing"] for job in good(answered(trireme, "jobs", "--json"))["jobs"]}
         assert states == {"a": "COMPLETED", "b": "CANCELLED"}
-        assert good(answered(trireme, "checkpoint", "list", "--job", "a", "--json"))["checkpoints"][0]["step"] == STEPS
-        exported = good(answered(trireme, "export", "--job", "a", "--out", trireme.folder / "model", "--json"))[
-            "exports"
-        ]
+        assert (
+            good(answered(trireme, "checkpoint", "list", "--job", "a", "--json"))["checkpoints"][0]["step"]
+            == STEPS
+        )
+        exported = good(
+            answered(trireme, "export", "--job", "a", "--out", trireme.folder / "model", "--json")
+        )["exports"]
         assert same_bits(torch.load(exported["state_dict"], weights_only=True), undisturbed)
         killing = answered(trireme, "chaos", "kill", "trainer-0", "--job", "a")
         assert (killing.code, "trireme pool" in killing.err) == (exit_codes.CONFLICT, True), killing
         files = trireme.folder / ".trireme" / "_cluster" / "jobs" / "a"
         files.rename(files.with_name("elsewhere"))
         lacking = answered(trireme, "checkpoint", "list", "--job", "a")
-        assert (lacking.code, f"has no folder {files}" in lacking.err) == (exit_codes.NOT_FOUND, True), lacking
+        assert (lacking.code, f"has no folder {files}" in lacking.err) == (exit_codes.NOT_FOUND, True), (
+            lacking
+        )
         listed = answered(trireme, "jobs", "--state", "cancelled")
         assert (listed.code, listed.out.splitlines()[1].split()[:2]) == (0, ["b", "cancelled"])
         assert answered(trireme, "delete", "b").code == 0
         gone = answered(trireme, "status", "b")
-        assert (gone.code, "there is no job b in this cluster" in gone.err) == (exit_codes.NOT_FOUND, True), gone
+        assert (gone.code, "there is no job b in this cluster" in gone.err) == (exit_codes.NOT_FOUND, True), (
+            gone
+        )
         assert not (trireme.folder / ".trireme" / "_cluster" / "jobs" / "b").exists()
 
 
@@ -117,10 +132,16 @@ def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewh
         elsewhere.mkdir()
         token = Path(facts["folder"]) / "tokens" / "admin"
         assert token.stat().st_mode & 0o077 == 0
-        there = {"TRIREME_URL": facts["url"], "TRIREME_TOKEN_FILE": str(token), "TRIREME_DATA_DIR": str(elsewhere)}
+        there = {
+            "TRIREME_URL": facts["url"],
+            "TRIREME_TOKEN_FILE": str(token),
+            "TRIREME_DATA_DIR": str(elsewhere),
+        }
         seen = answered(trireme, "status", "a", "--json", **there)
         assert seen.code == 0, seen
-        assert answered(trireme, "status", "a", **(there | {"TRIREME_TOKEN_FILE": ""})).code == exit_codes.AUTH
+        assert (
+            answered(trireme, "status", "a", **(there | {"TRIREME_TOKEN_FILE": ""})).code == exit_codes.AUTH
+        )
         reading = there | {"TRIREME_TOKEN_FILE": str(token.with_name("viewer"))}
         logged = answered(trireme, "logs", "--job", "a", "--tail", 100_000, "--json", **reading)
         assert logged.code == 0, logged
@@ -138,7 +159,11 @@ def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewh
 def test_what_cannot_be_done_is_one_clear_message(trireme: Command) -> None:
     script = script_in(trireme.folder)
     none = answered(trireme, "submit", script)
-    assert (none.code, "no cluster runs in" in none.err, "Traceback" in none.err) == (exit_codes.NOT_FOUND, True, False)
+    assert (none.code, "no cluster runs in" in none.err, "Traceback" in none.err) == (
+        exit_codes.NOT_FOUND,
+        True,
+        False,
+    )
     assert trireme.run("down").code == exit_codes.NOT_FOUND
     assert trireme.run("up", "--trainers", 0, "--pservers", 0).code == exit_codes.USAGE
     with up(trireme, "--trainers", 1):
@@ -162,14 +187,20 @@ def test_what_cannot_be_done_is_one_clear_message(trireme: Command) -> None:
             (("--after", "nobody"), "nobody"),
         ):
             refused = answered(trireme, "submit", script, "--no-check", *arguments)
-            assert (refused.code in (exit_codes.USAGE, exit_codes.NOT_FOUND), told in refused.err) == (True, True), (
-                refused
-            )
+            assert (refused.code in (exit_codes.USAGE, exit_codes.NOT_FOUND), told in refused.err) == (
+                True,
+                True,
+            ), refused
         assert good(answered(trireme, "jobs", "--json")) == {"jobs": []}
         failing = trireme.folder / "mine" / "failing.py"
-        failing.write_text(script.read_text().replace("def optimizer(model):", "def optimizer(model):\n    1 / 0"))
+        failing.write_text(
+            script.read_text().replace("def optimizer(model):", "def optimizer(model):\n    1 / 0")
+        )
         ended = answered(trireme, "submit", failing, "--name", "f", "--no-check", "--wait")
-        assert (ended.code, "ZeroDivisionError: division by zero" in ended.err) == (exit_codes.JOB_FAILED, True), ended
+        assert (ended.code, "ZeroDivisionError: division by zero" in ended.err) == (
+            exit_codes.JOB_FAILED,
+            True,
+        ), ended
 
 
 @pytest.mark.soak  # for its length

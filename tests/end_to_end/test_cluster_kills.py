@@ -1,6 +1,8 @@
-"""A cluster whose processes are killed while something is asked of its leader: nothing is lost, nothing is done twice, no bit differs.
+"""A cluster whose processes are killed while something is asked of its leader: nothing is lost, nothing is
+done twice, no bit differs.
 
-submit, resize, pause, resume, cancel ─ the same key until it is answered        SIGKILL of a random process ─ within a second of it
+submit, resize, pause, resume, cancel ─ the same key until it is answered
+    SIGKILL of a random process ─ within a second of it
 """
 
 from __future__ import annotations
@@ -145,7 +147,9 @@ def test_whoever_is_killed_while_something_is_asked_nothing_is_lost_or_doubled(t
         await disturbed.meanwhile(disturbed.act("b", "resume", {"QUEUED", "ACTIVE"}))
         await disturbed.meanwhile(disturbed.act("c", "cancel", {"CANCELLED"}))
         (trireme.folder / "slow").unlink()
-        ended = {name: await disturbed.until(name, lambda job: job.standing in ENDED) for name in ("a", "b", "c")}
+        ended = {
+            name: await disturbed.until(name, lambda job: job.standing in ENDED) for name in ("a", "b", "c")
+        }
 
         async def listed(cluster: AsyncClient) -> list[str]:
             return [job.job async for job in cluster.list_jobs()]

@@ -1,4 +1,5 @@
-"""Trainers of a collective job are killed and stopped as real processes: not one bit of the result may change."""
+"""Trainers of a collective job are killed and stopped as real processes: not one bit of the result may
+change."""
 
 from __future__ import annotations
 

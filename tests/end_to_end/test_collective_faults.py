@@ -1,5 +1,6 @@
-"""A collective job of four trainers that loses one, one that is frozen longer than its lease, two at once, one that had just joined, and
-all at once: the bits of a job that nobody disturbed. `make soak STRATEGY=collective` draws many more."""
+"""A collective job of four trainers that loses one, one that is frozen longer than its lease, two at once,
+one that had just joined, and all at once: the bits of a job that nobody disturbed. `make soak
+STRATEGY=collective` draws many more."""
 
 from __future__ import annotations
 
@@ -45,12 +46,17 @@ async def test_five_faults_change_no_bit(tmp_path, undisturbed, exchange):
         cluster.kill("trainer-0")
         await reach_step(cluster, 2 * STEPS // 8)
 
-        await until(lambda: any(name.startswith("trainer-1") for name in cluster.directory.trainers.names), "trainer-1")
+        await until(
+            lambda: any(name.startswith("trainer-1") for name in cluster.directory.trainers.names),
+            "trainer-1",
+        )
         pid, listed = cluster.children["trainer-1"].pid, set(cluster.directory.trainers.names)
         os.kill(pid, signal.SIGSTOP)
         frozen = next(name for name in listed if name.startswith("trainer-1"))
         try:
-            await until(lambda: frozen not in cluster.directory.trainers.names, "a generation without the frozen one")
+            await until(
+                lambda: frozen not in cluster.directory.trainers.names, "a generation without the frozen one"
+            )
         finally:
             os.kill(pid, signal.SIGCONT)
         await reach_step(cluster, 3 * STEPS // 8)

@@ -1,5 +1,5 @@
-"""Collective jobs as real processes with gradients in narrow dtypes, and with optimizers that need whole parameters: the bits of the other strategy, or
-of another number of trainers."""
+"""Collective jobs as real processes with gradients in narrow dtypes, and with optimizers that need whole
+parameters: the bits of the other strategy, or of another number of trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ ADAM = "torch.optim.Adam(model.parameters(), lr=0.01)"
 LAYERWISE = "trireme.optim.{}(model.parameters(), lr=0.05, weight_decay=0.01)"
 
 
-async def trained(folder: Path, *, kill: bool = False, optimizer: str = ADAM, **options) -> dict[str, torch.Tensor]:
+async def trained(
+    folder: Path, *, kill: bool = False, optimizer: str = ADAM, **options
+) -> dict[str, torch.Tensor]:
     folder.mkdir()
     spec = spec_of(folder, **options)
     script = Path(spec.script)

@@ -1,4 +1,5 @@
-"""Embedding tables in collective jobs with real processes: no bit depends on the strategy, or on who is killed."""
+"""Embedding tables in collective jobs with real processes: no bit depends on the strategy, or on who is
+killed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The dashboard in headless Chromium, on a real cluster: a job from its start to its end, with its evaluations and logs, a resize, a
-restore and a check of a checkpoint by button, a parameter server and the leader killed, and a reload; after its end from what is stored; then
-by a viewer, with 10,000 points, and at the master of one job, whose tasks are skipped and retried. One browser and one cluster for all of it.
+"""The dashboard in headless Chromium, on a real cluster: a job from its start to its end, with its
+evaluations and logs, a resize, a restore and a check of a checkpoint by button, a parameter server and the
+leader killed, and a reload; after its end from what is stored; then by a viewer, with 10,000 points, and at
+the master of one job, whose tasks are skipped and retried. One browser and one cluster for all of it.
 
 pytest tests/end_to_end/test_dashboard.py [--pictures FOLDER]
 """
@@ -42,7 +43,9 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.soak,  # a minute, and a browser
     pytest.mark.timeout(560),
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)"
+    ),
 ]
 POINTS = 10_000
 STREAMS = {"/v1/cluster/events/stream", "/v1/jobs/{job}/events/stream"}
@@ -89,7 +92,9 @@ async def in_a_cluster(session: Session) -> None:
     await page.until("document.querySelector('tbody th a[href=\"#/jobs/mine\"]')")
     await session.picture("cluster")
     await page.js("document.querySelector('tbody th a').click()")
-    await page.until(f"{fact('Step')} >= '1' && document.querySelector('figure[data-metric=loss]')?.dataset.points > 0")
+    await page.until(
+        f"{fact('Step')} >= '1' && document.querySelector('figure[data-metric=loss]')?.dataset.points > 0"
+    )
     assert (await page.js("document.title")).startswith("mine ")
     assert await page.js("document.activeElement.id") == "main", "the focus is at the new content"
 
@@ -103,9 +108,13 @@ async def in_a_cluster(session: Session) -> None:
     await session.picture("resize")
     await page.press("Enter")
     await page.until(f"{says('COMMITTED')} && {fact('Trainers')} === '3 of 3'")
-    shares = "[...document.querySelectorAll('#members ~ * td:nth-child(2)')].map((each) => each.textContent.trim())"
+    shares = (
+        "[...document.querySelectorAll('#members ~ * td:nth-child(2)')].map((each) => "
+        "each.textContent.trim())"
+    )
     await page.until(
-        f"{shares}.length === 4 && {shares}[0] === '1,024 slots' && {shares}.slice(1).every((each) => each.startsWith('lane'))"
+        f"{shares}.length === 4 && {shares}[0] === '1,024 slots' && {shares}.slice(1).every((each) "
+        "=> each.startsWith('lane'))"
     )
 
     await page.until(says("checkpoint DONE"))
@@ -117,14 +126,16 @@ async def in_a_cluster(session: Session) -> None:
         f"{newest}?.includes('pserver-0 is gone') && {newest}.includes('training again') && {newest}"
     )
     assert re.search(
-        r"pserver-0 is gone\s+training again after \d+\.\d s from step \d+; [\d,]+ records trained again, none lost",
+        r"pserver-0 is gone\s+training again after \d+\.\d s from step \d+; [\d,]+ records trained "
+        r"again, none lost",
         receipt,
     ), receipt
     await session.picture("job")
 
     await page.reload()
     await page.until(
-        f"{says('training again after')} && {fact('Step')} >= '1' && document.querySelector('figure')?.dataset.points > 0"
+        f"{says('training again after')} && {fact('Step')} >= '1' && "
+        "document.querySelector('figure')?.dataset.points > 0"
     )
 
     await another_master_leads(session, found)
@@ -140,7 +151,9 @@ async def in_a_cluster(session: Session) -> None:
         await page.until(f"document.querySelector('figure[data-metric=\"{name}\"]')?.dataset.points > 0")
     await page.until(f"{fact('Step')} === '{STEPS}' && {fact('Loss of the epoch')}.length > 1")
     rows = "document.querySelectorAll('[aria-label^=Evaluations] tbody tr').length"
-    await page.until(f"{rows} === {(STEPS - 1) // EVALUATED_EVERY} && {says(f'The best is that of step {STEPS}')}")
+    await page.until(
+        f"{rows} === {(STEPS - 1) // EVALUATED_EVERY} && {says(f'The best is that of step {STEPS}')}"
+    )
     await session.picture("ended")
     await as_a_viewer(session, trireme)
     await an_evaluation_that_was_left_out(session)
@@ -158,7 +171,9 @@ async def evaluations_and_logs(session: Session) -> None:
     select = "document.querySelector('#logs ~ * select')"
     await page.until(f"{select}?.options.length > 1")
     chosen = f"[...{select}.options].find((each) => each.value.includes('trainer-0')).value"
-    await page.js(f"{select}.value = {chosen}; {select}.dispatchEvent(new Event('change', {{bubbles: true}}))")
+    await page.js(
+        f"{select}.value = {chosen}; {select}.dispatchEvent(new Event('change', {{bubbles: true}}))"
+    )
     lines = "document.querySelectorAll('.log > div').length"
     await page.until(f"{lines} > 5 && document.querySelector('.log').innerText.includes('task_started')")
     before = await page.js("document.querySelector('.log').lastElementChild.innerText")
@@ -168,7 +183,9 @@ async def evaluations_and_logs(session: Session) -> None:
     await page.until(says("No line has these words."))
     await page.js("document.activeElement.select()")
     await page.type("TASK_started")
-    await page.until("[...document.querySelectorAll('.log b')].every((each) => each.textContent === 'task_started')")
+    await page.until(
+        "[...document.querySelectorAll('.log b')].every((each) => each.textContent === 'task_started')"
+    )
     assert await page.js(f"{lines} > 0")
     await session.picture("logs")
 
@@ -179,7 +196,8 @@ async def a_checkpoint_is_verified_and_restored(session: Session) -> None:
 
     async def press(words: str) -> None:
         await page.js(
-            f"[...{rows}[0].querySelectorAll('button')].find((each) => each.textContent === '{words}').focus()"
+            f"[...{rows}[0].querySelectorAll('button')].find((each) => each.textContent === "
+            f"'{words}').focus()"
         )
         await page.press("Enter")
 
@@ -194,7 +212,8 @@ async def a_checkpoint_is_verified_and_restored(session: Session) -> None:
 
 
 async def nothing_is_injected(page: Page) -> None:
-    """The policy as the browser understands it: no script, style, frame or request but those of the service."""
+    """The policy as the browser understands it: no script, style, frame or request but those of the
+    service."""
     inline = "document.head.appendChild(document.createElement('script')).append('window.injected_ = 1')"
     await page.js(f"try {{ {inline} }} catch {{}}; true")
     assert await page.js("window.injected_") is None
@@ -217,10 +236,12 @@ async def nothing_is_injected(page: Page) -> None:
 
 
 async def another_master_leads(session: Session, found: cluster_folder.ClusterFacts) -> None:
-    """The leader is killed, then the master that the page was opened at: started again, it stands by and passes requests on."""
+    """The leader is killed, then the master that the page was opened at: started again, it stands by and
+    passes requests on."""
     page = session.page
     led_again = (
-        "(document.querySelector('[aria-label^=Failures]').innerText.match(/the job was led again/g) ?? []).length"
+        "(document.querySelector('[aria-label^=Failures]').innerText.match(/the job was led again/g) "
+        "?? []).length"
     )
     before = await page.js(led_again)  # a busy machine may have changed it by itself
     async with AsyncClient(found.url, token=found.token) as client:
@@ -230,23 +251,36 @@ async def another_master_leads(session: Session, found: cluster_folder.ClusterFa
     for _ in range(2):  # this master, whether it is the leader or not
         step = await page.js(fact("Step"))
         session.kill(lambda process, _: listens_at(process, found.url))
-        await until(lambda: any(listens_at(each, found.url) for each in session.trireme.family()), "the master", 60)
-        await page.until(f"{fact('Step')} !== {json.dumps(step)} && document.querySelector('.connection.connected')")
+        await until(
+            lambda: any(listens_at(each, found.url) for each in session.trireme.family()), "the master", 60
+        )
+        await page.until(
+            f"{fact('Step')} !== {json.dumps(step)} && document.querySelector('.connection.connected')"
+        )
 
 
 def listens_at(process: psutil.Process, url: str) -> bool:
     with contextlib.suppress(psutil.Error):
         port = urlsplit(url).port
-        return any(each.laddr.port == port and each.status == "LISTEN" for each in process.net_connections("tcp"))
+        return any(
+            each.laddr.port == port and each.status == "LISTEN" for each in process.net_connections("tcp")
+        )
     return False
 
 
 async def submit(url: str, token: str, script: Path) -> None:
-    spec = spec_of(script.parents[1], trainers=2, pservers=1, evaluate_every=EVALUATED_EVERY, keep_best="mse:min")
+    spec = spec_of(
+        script.parents[1], trainers=2, pservers=1, evaluate_every=EVALUATED_EVERY, keep_best="mse:min"
+    )
     settings = JobSettings.model_validate(spec.model_dump(mode="json", include=set(JobSettings.model_fields)))
     async with AsyncClient(url, token=token) as client:
         await client.create_job(
-            CreateJob(name="mine", settings=settings, source=read_source(script), scheduling=Scheduling(max_trainers=2))
+            CreateJob(
+                name="mine",
+                settings=settings,
+                source=read_source(script),
+                scheduling=Scheduling(max_trainers=2),
+            )
         )
 
 
@@ -281,25 +315,34 @@ async def an_evaluation_that_was_left_out(session: Session) -> None:
 
 
 async def ten_thousand_points(page: Page) -> None:
-    """The answers of queryMetric are replaced: no series has so many points. Frame times while the pointer moves and a part is zoomed."""
+    """The answers of queryMetric are replaced: no series has so many points. Frame times while the pointer
+    moves and a part is zoomed."""
     async with page.answering("*/metric-series*", series):
         await page.reload()
         await page.until(f"document.querySelector('figure')?.dataset.points == {POINTS}")
         await page.js("document.querySelector('figure').scrollIntoView({block: 'center'})")
         await page.js(
-            "(() => { window.frames_ = []; let last = performance.now(); requestAnimationFrame(function next(now) { frames_.push(now - last); last = now; requestAnimationFrame(next); }); })()"
+            "(() => { window.frames_ = []; let last = performance.now(); "
+            "requestAnimationFrame(function next(now) { frames_.push(now - last); last = now; "
+            "requestAnimationFrame(next); }); })()"
         )
         place = await page.js(
-            "(({x, y, width, height}) => ({x, y, width, height}))(document.querySelector('.u-over').getBoundingClientRect())"
+            "(({x, y, width, height}) => ({x, y, width, "
+            "height}))(document.querySelector('.u-over').getBoundingClientRect())"
         )
         for share in range(40):
-            await page.mouse("mouseMoved", place["x"] + place["width"] * share / 40, place["y"] + place["height"] / 2)
+            await page.mouse(
+                "mouseMoved", place["x"] + place["width"] * share / 40, place["y"] + place["height"] / 2
+            )
         for kind, share in (("mousePressed", 0.2), ("mouseMoved", 0.5), ("mouseReleased", 0.5)):
             await page.mouse(kind, place["x"] + place["width"] * share, place["y"] + place["height"] / 2)
         await asyncio.sleep(2.5)  # the points are asked for again meanwhile
         frames = (await page.js("frames_"))[1:]
     late = quantiles(frames, n=20)[-1]
-    told = f"{POINTS:,} points: {len(frames)} frames, median {median(frames):.1f} ms, 95 % below {late:.1f} ms, longest {max(frames):.1f} ms\n"
+    told = (
+        f"{POINTS:,} points: {len(frames)} frames, median {median(frames):.1f} ms, 95 % below "
+        f"{late:.1f} ms, longest {max(frames):.1f} ms\n"
+    )
     sys.stdout.write(told)
     assert median(frames) < 100, frames  # a busy machine may be late now and then
 
@@ -311,7 +354,11 @@ def series(url: str) -> dict[str, Any]:
         kept = {"name": "loss", "first_step": 0, "last_step": 2 * POINTS - 1, "points": POINTS, "width": 2}
         return {"series": [kept], "next_page_token": ""}
     query = dict(part.split("=") for part in parts.query.split("&"))
-    first, last, most = int(query.get("from_step", 0)), int(query.get("to_step", 2 * POINTS)), int(query["points"])
+    first, last, most = (
+        int(query.get("from_step", 0)),
+        int(query.get("to_step", 2 * POINTS)),
+        int(query["points"]),
+    )
     steps = range(first - first % 2, min(last + 1, 2 * POINTS), 2)
     share = -(-len(steps) // most)  # so many of them in one point
     points = [
@@ -331,7 +378,8 @@ def series(url: str) -> dict[str, Any]:
 def check_requests(page: Page) -> None:
     """Everything came from the cluster's masters, by the API's document; no address names a token."""
     paths = {
-        re.compile(re.sub(r"{\w+}", "[^/]+", each)) for each in {*json.loads(OPENAPI.read_bytes())["paths"], *STREAMS}
+        re.compile(re.sub(r"{\w+}", "[^/]+", each))
+        for each in {*json.loads(OPENAPI.read_bytes())["paths"], *STREAMS}
     }
     origins, unknown = set(), set()
     for url in page.requests:
@@ -339,7 +387,9 @@ def check_requests(page: Page) -> None:
             continue
         parts = urlsplit(url)
         origins.add(f"{parts.scheme}://{parts.netloc}")
-        if parts.path not in {*FILES, OF_THE_ONLY_JOB} and not any(each.fullmatch(parts.path) for each in paths):
+        if parts.path not in {*FILES, OF_THE_ONLY_JOB} and not any(
+            each.fullmatch(parts.path) for each in paths
+        ):
             unknown.add(url)
         assert "token" not in re.sub(r"page_token=\d*", "", url)
     assert unknown == set()

@@ -1,5 +1,6 @@
-"""A dataset in which each kind of bad record stands once. Each costs its task, which is listed with its cause; all other records are
-trained exactly once, whatever dies. The kinds that raise, in all their variants: tests/trainer_agent/loops/test_bad_records.py."""
+"""A dataset in which each kind of bad record stands once. Each costs its task, which is listed with its
+cause; all other records are trained exactly once, whatever dies. The kinds that raise, in all their variants:
+tests/trainer_agent/loops/test_bad_records.py."""
 
 from __future__ import annotations
 
@@ -93,14 +94,17 @@ DEADLY = {
 
 
 async def check(tmp_path, kinds, *, own_loop=False, **changes):
-    """Each kind stands in the middle of a task of its own, with a task between; the first steps are clean. The minibatch of a record that is
-    NaN is left out, as `on_nonfinite` says, and its task is not discarded."""
+    """Each kind stands in the middle of a task of its own, with a task between; the first steps are clean.
+    The minibatch of a record that is NaN is left out, as `on_nonfinite` says, and its task is not
+    discarded."""
     bad = {CLEAN + 2 * number: kind for number, kind in enumerate(kinds)}  # by task
     records = TASK * (CLEAN + 2 * len(kinds))
     folder = tmp_path / "script"
     folder.mkdir()
     places = {TASK * task + 5: kind for task, kind in bad.items()} | {TASK * (CLEAN - 2) + 5: ("nan", "item")}
-    (folder / "deadly.py").write_text((SCRIPT + (LOOP if own_loop else "")).format(kinds=places, records=records))
+    (folder / "deadly.py").write_text(
+        (SCRIPT + (LOOP if own_loop else "")).format(kinds=places, records=records)
+    )
     settings = {
         "job": "deadly",
         "script": str(folder / "deadly.py"),
@@ -128,7 +132,11 @@ async def check(tmp_path, kinds, *, own_loop=False, **changes):
     }
     assert state.phase is Phase.COMPLETED, state.reason
     assert lost.keys() == bad.keys(), {task: cause for task, cause in lost.items() if task not in bad}
-    wrong = {bad[task]: cause for task, cause in lost.items() if not re.search((RAISING | DEADLY)[bad[task]], cause)}
+    wrong = {
+        bad[task]: cause
+        for task, cause in lost.items()
+        if not re.search((RAISING | DEADLY)[bad[task]], cause)
+    }
     assert not wrong
     counted = (state.result.trained_records, state.result.discarded_records)
     assert counted == (records - TASK * len(bad), TASK * len(bad))
@@ -159,7 +167,9 @@ async def test_every_kind_of_bad_record_costs_its_task_alone(tmp_path, changes):
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("changes", [{}, {"strategy": "collective"}], ids=lambda changes: "-".join(changes.values()))
+@pytest.mark.parametrize(
+    "changes", [{}, {"strategy": "collective"}], ids=lambda changes: "-".join(changes.values())
+)
 async def test_deadly_records_in_a_loop_of_the_scripts_own_cost_their_tasks_alone(tmp_path, changes):
     """What raises there ends the job: nobody can go on in the middle of a loop."""
     await check(tmp_path, [*DEADLY], own_loop=True, **changes)
@@ -179,7 +189,12 @@ def test_a_deadly_record_of_a_job_in_a_cluster_costs_its_task_alone_and_gives_up
     )
     given = [argument for each in settings for argument in ("--set", each)]
     with up(trireme, "--trainers", 2, "--pservers", 1):
-        good(answered(trireme, "submit", script, "--name", "d", "--no-check", "--epochs", 1, *given, "--json"))
+        good(
+            answered(trireme, "submit", script, "--name", "d", "--no-check", "--epochs", 1, *given, "--json")
+        )
         job = job_when(trireme, "d", lambda job: job["standing"] in ("COMPLETED", "FAILED"))
     assert job["standing"] == "COMPLETED", job
-    assert (job["result"]["trained_records"], job["result"]["discarded_records"]) == (records - 2 * TASK, 2 * TASK)
+    assert (job["result"]["trained_records"], job["result"]["discarded_records"]) == (
+        records - 2 * TASK,
+        2 * TASK,
+    )

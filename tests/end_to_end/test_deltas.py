@@ -1,4 +1,5 @@
-"""A chain of 20 delta checkpoints in real processes: it loads at another number of parameter servers to the same bits, and so does what `trireme table feed` wrote of it."""
+"""A chain of 20 delta checkpoints in real processes: it loads at another number of parameter servers to the
+same bits, and so does what `trireme table feed` wrote of it."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ async def latest(cluster: LocalCluster) -> Manifest | None:
 
 
 async def with_deltas(cluster: LocalCluster, pservers: int, count: int) -> None:
-    """Once the newest checkpoint has a part of each of so many parameter servers, with so many in its chain."""
+    """Once the newest checkpoint has a part of each of so many parameter servers, with so many in its
+    chain."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             manifest = await latest(cluster)

@@ -27,7 +27,9 @@ async def reach_evaluation(cluster, number):
     async with asyncio.timeout(END_S):
         while True:
             found = await cluster.etcd.get(cluster.directory.keys.evaluation_status)
-            status = EvaluationStatus.model_validate_json(found.value) if found is not None else EvaluationStatus()
+            status = (
+                EvaluationStatus.model_validate_json(found.value) if found is not None else EvaluationStatus()
+            )
             if status.running is not None and status.running.number >= number:
                 return
             await asyncio.sleep(0.02)
@@ -42,7 +44,9 @@ def error_of(export: Path, folder: Path) -> float:
         return float(((model(x)[:, 0] - y) ** 2).mean())
 
 
-async def test_a_trainer_and_a_parameter_server_killed_in_mid_evaluation_of_an_asynchronous_job_lose_none(tmp_path):
+async def test_a_trainer_and_a_parameter_server_killed_in_mid_evaluation_of_an_asynchronous_job_lose_none(
+    tmp_path,
+):
     spec = spec_of(
         tmp_path, slow_s=0.05, mode=Mode.ASYNC, global_batch_size=8, lanes=1, checkpoint_every_seconds=None,
         checkpoint_every_epochs=None, epochs=LONG, evaluate_every=EVERY, keep_best="mse:min",
@@ -59,8 +63,12 @@ async def test_a_trainer_and_a_parameter_server_killed_in_mid_evaluation_of_an_a
     assert [one.number for one in found] == list(range(1, len(found) + 1))
     assert len(found) >= 2
     assert all(one.metrics["mse"] > 0 and not one.left_out for one in found)
-    assert all(first // EVERY < second // EVERY for first, second in pairwise([0, *(one.step for one in found)]))
+    assert all(
+        first // EVERY < second // EVERY for first, second in pairwise([0, *(one.step for one in found)])
+    )
     best = state.result.best
     assert best is not None
     assert best.value == min([*(one.metrics["mse"] for one in found), state.result.metrics["mse"]])
-    assert error_of(Path(state.result.exports["best_state_dict"]), tmp_path) == pytest.approx(best.value, rel=1e-4)
+    assert error_of(Path(state.result.exports["best_state_dict"]), tmp_path) == pytest.approx(
+        best.value, rel=1e-4
+    )

@@ -1,4 +1,5 @@
-"""`trireme run --etcd`: a real etcd, started by the test, with users and passwords or with TLS, instead of the run's own."""
+"""`trireme run --etcd`: a real etcd, started by the test, with users and passwords or with TLS, instead of
+the run's own."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ async def run(trireme: Command, *arguments: object, **environment: str) -> Done:
 async def with_users(embedded_etcd: EmbeddedEtcd) -> EmbeddedEtcd:
     """User `rower` may read and write below /trireme/, nothing else."""
     client = connect([embedded_etcd.url])
-    rights = {"permType": "READWRITE", "key": "L3RyaXJlbWUv", "range_end": "L3RyaXJlbWUw"}  # /trireme/ to /trireme0
+    # /trireme/ to /trireme0
+    rights = {"permType": "READWRITE", "key": "L3RyaXJlbWUv", "range_end": "L3RyaXJlbWUw"}
     for method, body in (
         ("/auth/role/add", {"name": "root"}),
         ("/auth/user/add", {"name": "root", "password": "root"}),
@@ -78,7 +80,8 @@ async def test_a_user_with_a_password_trains_and_the_password_is_nowhere_on_disk
     assert not [path for path in written if PASSWORD.encode() in path.read_bytes()]
     (tmp_path / "password").write_text(f"{PASSWORD}\n")
     (tmp_path / "trireme.toml").write_text(
-        f'etcd = ["{url}"]\netcd_user = "rower"\netcd_password_file = "password"\ntrainers = 1\npservers = 1\n'
+        f'etcd = ["{url}"]\netcd_user = "rower"\netcd_password_file = "password"\ntrainers = '
+        "1\npservers = 1\n"
     )
     again = await run(trireme, "run", script, "--json", "--fresh")
     assert again.code == 0, again.err
@@ -101,7 +104,12 @@ async def test_a_user_with_a_password_trains_and_the_password_is_nowhere_on_disk
     ],
 )
 async def test_wrong_credentials_are_one_message_within_seconds(
-    trireme: Command, with_users: EmbeddedEtcd, tmp_path: Path, arguments: tuple[str, ...], password: str, said: str
+    trireme: Command,
+    with_users: EmbeddedEtcd,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    password: str,
+    said: str,
 ) -> None:
     secret = {"TRIREME_ETCD_PASSWORD": password} if password else {}
     began = time.monotonic()
@@ -113,7 +121,9 @@ async def test_wrong_credentials_are_one_message_within_seconds(
     assert not (tmp_path / ".trireme").exists()
 
 
-async def test_an_etcd_that_nobody_reaches_is_one_message_within_seconds(trireme: Command, tmp_path: Path) -> None:
+async def test_an_etcd_that_nobody_reaches_is_one_message_within_seconds(
+    trireme: Command, tmp_path: Path
+) -> None:
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     done = await run(trireme, "run", write_script(tmp_path), "--json", TRIREME_ETCD=url)
     assert done.code == 6, done.err
@@ -205,7 +215,9 @@ async def test_certificates(trireme: Command, tls: tuple[str, Path], tmp_path: P
     url, folder = tls
     script = write_script(tmp_path)
     files = ("--etcd-cert", folder / "client.pem", "--etcd-key", folder / "client.key")
-    done = await run(trireme, "run", script, *FEW, "--json", "--etcd", url, "--etcd-ca", folder / "ca.pem", *files)
+    done = await run(
+        trireme, "run", script, *FEW, "--json", "--etcd", url, "--etcd-ca", folder / "ca.pem", *files
+    )
     assert done.code == 0, done.err
     assert json.loads(done.out)["phase"] == "COMPLETED"
     untrusted = await run(trireme, "run", script, *FEW, "--fresh", "--etcd", url, *files)

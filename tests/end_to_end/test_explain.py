@@ -1,4 +1,5 @@
-"""`trireme explain` of a job of real processes: while it trains, while its master or its etcd is frozen, and after it was stopped."""
+"""`trireme explain` of a job of real processes: while it trains, while its master or its etcd is frozen, and
+after it was stopped."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def until_told(trireme: Command, *codes: str) -> dict:
 
 
 def process_of(folder: Path, child: str) -> psutil.Process:
-    pids = [event["pid"] for event in read_events(folder) if event["child"] == child and "started" in event["what"]]
+    pids = [
+        event["pid"]
+        for event in read_events(folder)
+        if event["child"] == child and "started" in event["what"]
+    ]
     return psutil.Process(pids[-1])
 
 
@@ -47,7 +52,18 @@ def process_of(folder: Path, child: str) -> psutil.Process:
 def test_a_job_that_trains_freezes_and_is_stopped(trireme: Command, tmp_path: Path, dispatch: str) -> None:
     script = write_script(tmp_path, loss=UNHURRIED_LOSS)
     running = trireme.begin(
-        "run", script, "--dispatch", dispatch, "--mode", "sync", "--epochs", 2000, "--trainers", 2, "--pservers", 1
+        "run",
+        script,
+        "--dispatch",
+        dispatch,
+        "--mode",
+        "sync",
+        "--epochs",
+        2000,
+        "--trainers",
+        2,
+        "--pservers",
+        1,
     )
     with running:
         wait_for(running, r"^RUNNING ")

@@ -1,4 +1,5 @@
-"""Real processes are killed in the middle of a run; in synchronous mode not one bit of the result may change."""
+"""Real processes are killed in the middle of a run; in synchronous mode not one bit of the result may
+change."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.local_cluster import END_S, EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import (
+    END_S,
+    EPOCHS,
+    STEPS,
+    cluster_of,
+    completed,
+    reach_step,
+    same_bits,
+    spec_of,
+)
 from tests.end_to_end.scripts import OWN_LOOP, RECORDS
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.client import AsyncClient
@@ -80,7 +90,9 @@ async def test_a_standby_takes_over_from_a_killed_master(tmp_path, undisturbed):
         before = await cluster.master_url()
         leader = "master-0" if await _leads(cluster, "master-0") else "master-1"
         cluster.kill(leader)
-        await cluster.directory.wait_for(lambda view: view.master and view.master.url != before, 10, "a new leader")
+        await cluster.directory.wait_for(
+            lambda view: view.master and view.master.url != before, 10, "a new leader"
+        )
         assert same_bits(await completed(cluster), undisturbed)
 
 
@@ -102,7 +114,8 @@ async def test_a_parameter_server_killed_and_one_frozen_beyond_its_lease_change_
         async with asyncio.timeout(END_S):
             while any(member.pid == frozen for member in cluster.directory.pservers.values()):
                 await asyncio.sleep(0.1)
-        cluster.kill("pserver-0", signal.SIGCONT)  # takes its place again; or leaves, if the job goes back already
+        # takes its place again; or leaves, if the job goes back already
+        cluster.kill("pserver-0", signal.SIGCONT)
         assert same_bits(await completed(cluster), undisturbed)
         assert (cluster.deaths["pserver-1"], cluster.deaths["pserver-0"] <= 1) == (1, True)
 
@@ -134,7 +147,9 @@ async def test_over_tcp_a_killed_trainer_and_a_killed_parameter_server_change_no
 async def has_used(folder: Path, trainer: str, expected: set[str]) -> None:
     """Wait until these are among its ways."""
     async with asyncio.timeout(END_S):
-        while not (folder / "run" / "logs" / f"{trainer}.log").exists() or not expected <= ways(folder, trainer):
+        while not (folder / "run" / "logs" / f"{trainer}.log").exists() or not expected <= ways(
+            folder, trainer
+        ):
             await asyncio.sleep(0.05)
 
 
@@ -147,9 +162,11 @@ def ways(folder: Path, trainer: str) -> set[str]:
 
 
 async def test_members_that_are_asked_to_leave_hand_over_first_and_change_no_bit(tmp_path, undisturbed):
-    """SIGTERM to a trainer, the leading master and a parameter server. No member waits until a lease (30 s) expires."""
+    """SIGTERM to a trainer, the leading master and a parameter server. No member waits until a lease (30 s)
+    expires."""
     async with cluster_of(
-        # lane 0 may move to trainer-0, which comes back, and carry the request a second time: three checkpoints
+        # lane 0 may move to trainer-0, which comes back, and carry the request a second time: three
+        # checkpoints
         spec_of(tmp_path, lease_ttl_s=30.0, checkpoint_every_epochs=1000, keep_checkpoints=5),
         tmp_path,
         standbys=1,
@@ -159,7 +176,9 @@ async def test_members_that_are_asked_to_leave_hand_over_first_and_change_no_bit
         leader = "master-0" if await _leads(cluster, "master-0") else "master-1"
         before = await cluster.master_url()
         cluster.kill(leader, signal.SIGTERM)
-        await cluster.directory.wait_for(lambda view: view.master and view.master.url != before, 5, "a new leader")
+        await cluster.directory.wait_for(
+            lambda view: view.master and view.master.url != before, 5, "a new leader"
+        )
         await reach_step(cluster, STEPS // 5)
         began = asyncio.get_running_loop().time()
         cluster.kill("pserver-1", signal.SIGTERM)
@@ -168,7 +187,9 @@ async def test_members_that_are_asked_to_leave_hand_over_first_and_change_no_bit
         job = cluster.spec.job
         async with client_of(await cluster.master_url()) as client:
             steps = {checkpoint.step async for checkpoint in client.list_checkpoints(job)}
-            went_back = [event for event in (await client.list_events(job)).events if event.name == "rolled_back"]
+            went_back = [
+                event for event in (await client.list_events(job)).events if event.name == "rolled_back"
+            ]
         assert went_back[0].fields["step"] >= STEPS // 5, "to what was saved as it left"
         assert {0, went_back[0].fields["step"]} <= steps
         assert same_bits(await completed(cluster), undisturbed)
@@ -197,7 +218,8 @@ async def test_a_frozen_trainer_is_left_behind_and_changes_no_bit(tmp_path, undi
 
 
 async def test_members_that_stay_frozen_are_replaced_and_change_no_bit(tmp_path, undisturbed):
-    """The only parameter server and the only trainer: nobody could take their place, and nobody wakes them up."""
+    """The only parameter server and the only trainer: nobody could take their place, and nobody wakes them
+    up."""
     async with cluster_of(spec_of(tmp_path, lease_ttl_s=2.0, trainers=1, pservers=1), tmp_path) as cluster:
         await reach_step(cluster, 5)
         for name in ("pserver-0", "trainer-0"):

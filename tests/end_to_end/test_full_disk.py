@@ -1,4 +1,5 @@
-"""The disk under a run's folder is full: one message, no stack trace, and the same command resumes the job."""
+"""The disk under a run's folder is full: one message, no stack trace, and the same command resumes the
+job."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import pytest
 import torch
 
 from tests.end_to_end.command import wait_for_step
-from tests.end_to_end.local_cluster import EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import (
+    EPOCHS,
+    STEPS,
+    cluster_of,
+    completed,
+    reach_step,
+    same_bits,
+    spec_of,
+)
 from tests.equipment.small_disk import disk_of, fill
 from trireme.cli.exit_codes import DISK_FULL
 from trireme_shared.platform.etcd.embedded import find_binary
@@ -17,10 +26,21 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 
 @pytest.mark.soak  # for its length
-def test_a_disk_that_fills_up_ends_the_run_in_order_and_once_there_is_room_it_resumes(trireme, tmp_path, undisturbed):
+def test_a_disk_that_fills_up_ends_the_run_in_order_and_once_there_is_room_it_resumes(
+    trireme, tmp_path, undisturbed
+):
     script = spec_of(tmp_path).script
     with disk_of(tmp_path / "disk", "200m") as disk:
-        arguments = ("run", script, "--data-dir", disk, "--epochs", EPOCHS, "--set", "checkpoint_every_steps=5")
+        arguments = (
+            "run",
+            script,
+            "--data-dir",
+            disk,
+            "--epochs",
+            EPOCHS,
+            "--set",
+            "checkpoint_every_steps=5",
+        )
         with trireme.begin(*arguments) as process:
             wait_for_step(trireme, STEPS // 4, disk)
             filler = fill(disk)

@@ -1,4 +1,5 @@
-"""Clients that are generated from what a cluster's leader serves as its document, type-checked, and trireme.client, drive that cluster."""
+"""Clients that are generated from what a cluster's leader serves as its document, type-checked, and
+trireme.client, drive that cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""benchmarks/jobs_memory.py with few short jobs: a real leader, a real etcd, real members. What the jobs took is free again."""
+"""benchmarks/jobs_memory.py with few short jobs: a real leader, a real etcd, real members. What the jobs took
+is free again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Code of the user that keeps Python's interpreter for longer than the lease: in dataset(), and while records are read."""
+"""Code of the user that keeps Python's interpreter for longer than the lease: in dataset(), and while records
+are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real processes without any master: the trainer that sweeps is killed, and every minibatch counts once all the same."""
+"""Real processes without any master: the trainer that sweeps is killed, and every minibatch counts once all
+the same."""
 
 from __future__ import annotations
 

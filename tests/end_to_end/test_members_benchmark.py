@@ -1,4 +1,5 @@
-"""benchmarks/members.py with few members: a real etcd, a real master, simulated members that join, settle and end."""
+"""benchmarks/members.py with few members: a real etcd, a real master, simulated members that join, settle and
+end."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ LIMIT_S = 90.0
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_few_simulated_members_join_and_settle(mode: str) -> None:
-    options = {"trainers": 12, "pservers": 3, "join-seconds": 0.5, "pserver-seconds": 0.2, "calm-seconds": 0.5}
+    options = {
+        "trainers": 12,
+        "pservers": 3,
+        "join-seconds": 0.5,
+        "pserver-seconds": 0.2,
+        "calm-seconds": 0.5,
+    }
     options |= {"lanes": 16, "processes": 1, "tasks": 16, "mode": mode}
     words = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "benchmarks.members", "--json", *words]

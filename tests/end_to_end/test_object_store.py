@@ -16,13 +16,24 @@ from trireme_shared.platform.storage import files
 __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 EPOCHS = 8
-LOSS = SLOWABLE_LOSS.replace("0.1", "0.3")  # nearly a minute until the job is over, for a busy machine to break it
+# nearly a minute until the job is over, for a busy machine to break it
+LOSS = SLOWABLE_LOSS.replace("0.1", "0.3")
 
 
 def test_a_job_on_s3_survives_its_pserver_and_exports_there(trireme, tmp_path, s3: S3Server):
     (tmp_path / "slow").touch()
     script = write_script(tmp_path, loss=LOSS, evaluation=EVALUATION)
-    settings = ("--epochs", EPOCHS, "--trainers", 1, "--pservers", 2, "--set", "checkpoint_every_steps=3", "--no-check")
+    settings = (
+        "--epochs",
+        EPOCHS,
+        "--trainers",
+        1,
+        "--pservers",
+        2,
+        "--set",
+        "checkpoint_every_steps=3",
+        "--no-check",
+    )
     process = trireme.begin("run", script, *settings, "--storage", "s3://bucket/runs", "--json")
     wait_for(process, "^trainer-[01] joined")
     wait_for_step(trireme, 7)

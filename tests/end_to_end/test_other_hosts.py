@@ -23,18 +23,23 @@ def test_an_address_that_others_reach_needs_tokens(trireme: Command, tmp_path: P
     for command in (("run", write_script(tmp_path)), ("up",)):
         done = trireme.run(*command, "--host", host, "--insecure")
         assert done.code == 2, done.err
-        assert f"--host = {host} lets other hosts reach all members, and --insecure protects nothing" in done.err
+        assert (
+            f"--host = {host} lets other hosts reach all members, and --insecure protects nothing" in done.err
+        )
 
 
 def test_members_are_where_they_are_told_to_be_and_ask_for_a_token(trireme: Command, tmp_path: Path) -> None:
     script = write_script(tmp_path, loss=UNHURRIED_LOSS)
     command = ("run", script, "--trainers", 1, "--pservers", 1, "--epochs", 2000)
-    running = trireme.begin(*command, "--host", "127.0.0.2", "--advertise", "127.0.0.2", TRIREME_TOKEN="secret")
+    running = trireme.begin(
+        *command, "--host", "127.0.0.2", "--advertise", "127.0.0.2", TRIREME_TOKEN="secret"
+    )
     with running:
         wait_for(running, r"^job script: master http://127\.0\.0\.2:\d+")
         refused = trireme.run("status", TRIREME_TOKEN="another")
         assert refused.code == 5, refused.err
-        for token in ({}, {"TRIREME_TOKEN": "secret"}):  # of the folder; the one that was given is an admin's too
+        # of the folder; the one that was given is an admin's too
+        for token in ({}, {"TRIREME_TOKEN": "secret"}):
             shown = json.loads(trireme.run("members", "--json", **token).out)
             assert all(member["url"].startswith("http://127.0.0.2:") for member in shown["members"])
         check_tokens(trireme.folder / ".trireme" / "script", shown["members"])
@@ -43,7 +48,8 @@ def test_members_are_where_they_are_told_to_be_and_ask_for_a_token(trireme: Comm
 
 
 def check_tokens(folder: Path, members: list[dict[str, str]]) -> None:
-    """Every process asks for a token, each role may what it should, and a rotated token counts while all run."""
+    """Every process asks for a token, each role may what it should, and a rotated token counts while all
+    run."""
     tokens = TokenFolder(folder)
     assert stat.S_IMODE(tokens.table.parent.stat().st_mode) == 0o700
     for file in tokens.table.parent.iterdir():

@@ -1,5 +1,5 @@
-"""What another user of the same machine can do to a default `trireme run` and a default `trireme up`: everything is tried, and nothing may
-work."""
+"""What another user of the same machine can do to a default `trireme run` and a default `trireme up`:
+everything is tried, and nothing may work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 ATTACKER = Path(__file__).with_name("other_user.py")
 SCHEMA = Path(__file__).parents[2] / "openapi.json"
 OPEN_ROUTES = {"/healthz", "/readyz"}
-EVENTS = [("GET", path) for path in ("/v1/jobs/a/events/stream", "/v1/job/events/stream", "/v1/cluster/events/stream")]
+EVENTS = [
+    ("GET", path)
+    for path in ("/v1/jobs/a/events/stream", "/v1/job/events/stream", "/v1/cluster/events/stream")
+]
 FEW = ("--trainers", 1, "--pservers", 1, "--epochs", 2000)
 PLACES = (
     "--trainers",
@@ -65,7 +68,11 @@ def told_of(family: list[psutil.Process], folder: Path) -> dict[str, Any]:
     connections = [each for process in family for each in process.net_connections("all")]
     paths = [folder / ".trireme", *(folder / ".trireme").rglob("*"), *(folder / "tmp").rglob("*")]
     # etcd's library for logs binds a datagram socket without a name, to send from, and never reads it
-    named = {each.laddr for each in connections if each.family == socket.AF_UNIX and each.type == socket.SOCK_STREAM}
+    named = {
+        each.laddr
+        for each in connections
+        if each.family == socket.AF_UNIX and each.type == socket.SOCK_STREAM
+    }
     return {
         "pids": [process.pid for process in family],
         "ports": sorted(
@@ -83,7 +90,8 @@ def told_of(family: list[psutil.Process], folder: Path) -> dict[str, Any]:
             if path not in OPEN_ROUTES
         ],
         "sockets": sorted(
-            {name for name in named if name.startswith(("/", "@"))} | {str(path) for path in paths if path.is_socket()}
+            {name for name in named if name.startswith(("/", "@"))}
+            | {str(path) for path in paths if path.is_socket()}
         ),
         "files": sorted(str(path) for path in paths if path.is_file()),
         "folders": sorted(str(path) for path in paths if path.is_dir()),
@@ -158,7 +166,9 @@ def test_another_user_reads_changes_and_kills_nothing_of_a_run_and_of_a_cluster(
             got_in = {what: outcome for what, outcome in tried.items() if GOT in outcome}
             assert not got_in, json.dumps(got_in, indent=1)
             check_that_secrets_are_told_nowhere(family, place)
-            assert {process.pid for process in family} <= {process.pid for process in trireme.family()}, "all are alive"
+            assert {process.pid for process in family} <= {process.pid for process in trireme.family()}, (
+                "all are alive"
+            )
             assert {path: path.read_bytes() for path in place.rglob("spec.json")} == specs
             for job, step in steps.items():
                 wait_for_step(trireme, step + 2, job=job)
@@ -173,7 +183,9 @@ def test_another_user_reads_changes_and_kills_nothing_of_a_run_and_of_a_cluster(
         assert running[0].returncode == 0, "`trireme up` ended in order"
 
 
-def check_that_there_was_something_to_attack(told: dict[str, Any], tried: dict[str, str], folder: Path) -> None:
+def check_that_there_was_something_to_attack(
+    told: dict[str, Any], tried: dict[str, str], folder: Path
+) -> None:
     """The attacker gets in where all may enter, and each kind of thing was there."""
     commands = [command_line(psutil.Process(pid)) for pid in told["pids"]]
     for word in (
@@ -209,7 +221,12 @@ def check_that_there_was_something_to_attack(told: dict[str, Any], tried: dict[s
         path.chmod(0o777)
         listener.listen()
         open_things = {"sockets": [str(path)], "files": [str(folder / "script.py")]}
-        nothing: dict[str, Any] = {"pids": [], "ports": [], "folders": [], "shared_before": told["shared_before"]}
+        nothing: dict[str, Any] = {
+            "pids": [],
+            "ports": [],
+            "folders": [],
+            "shared_before": told["shared_before"],
+        }
         outcomes = attack(nothing | open_things)
     assert [
         GOT in outcomes[f"{what}{place}"]
@@ -218,14 +235,17 @@ def check_that_there_was_something_to_attack(told: dict[str, Any], tried: dict[s
 
 
 def check_that_secrets_are_told_nowhere(family: list[psutil.Process], folder: Path) -> None:
-    """Neither in command lines nor in logs, specs, checkpoints and etcd's data. Files of tokens are what they are for."""
+    """Neither in command lines nor in logs, specs, checkpoints and etcd's data. Files of tokens are what they
+    are for."""
     kept = [path.read_text().strip() for path in folder.rglob("tokens/*")]
     secrets = {text for text in kept if text.startswith("trireme_")}
     assert len(secrets) == 6, "one for each role, of the run and of the cluster"
     for process in family:
         with contextlib.suppress(psutil.Error):
             given = process.environ().items()
-            secrets |= {value for name, value in given if SECRETS.search(name) and len(value) > 8 and "/" not in value}
+            secrets |= {
+                value for name, value in given if SECRETS.search(name) and len(value) > 8 and "/" not in value
+            }
     for process in family:
         shown = command_line(process)
         assert not [secret for secret in secrets if secret in shown], shown

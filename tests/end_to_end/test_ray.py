@@ -1,6 +1,8 @@
-"""`trireme up --launcher ray` on a real Ray cluster of three nodes: they may be lost, and there may be more members later.
+"""`trireme up --launcher ray` on a real Ray cluster of three nodes: they may be lost, and there may be more
+members later.
 
-Not part of `make test`: it needs the extra (`pip install 'trireme[ray]'`) and minutes. `pytest -m soak tests/end_to_end/test_ray.py`
+Not part of `make test`: it needs the extra (`pip install 'trireme[ray]'`) and minutes. `pytest -m soak
+tests/end_to_end/test_ray.py`
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def say(start: float, *words: object) -> None:
 
 def nothing_left(nodes: RayNodes) -> bool:
     """No process of Trireme, no actor, and nothing of what the nodes have is taken."""
-    left = [line for each in nodes.processes() if re.search("trireme|master_service|RayProcess", line := each)]
+    left = [
+        line for each in nodes.processes() if re.search("trireme|master_service|RayProcess", line := each)
+    ]
     assert not left, left
     deadline = time.monotonic() + LIMIT_S
     while (free := nodes.free_cpus()) != nodes.cpus * len(nodes.hosts):
@@ -86,11 +90,14 @@ def test_a_job_on_ray_survives_a_lost_node_and_another_one_gets_more_members(
         nodes.lose(lost)
         say(start, f"node {lost} is lost")
         there = places_when(
-            trireme, lambda found: len(found) == 4 and all(each["host"] != lost and each["job"] for each in found)
+            trireme,
+            lambda found: len(found) == 4 and all(each["host"] != lost and each["job"] for each in found),
         )
         say(start, "places:", {place["member_id"]: place["host"] for place in there})
         good(
-            trireme.run("submit", script, "--name", "b", "--pservers", 1, "--min-trainers", 2, "--epochs", 2, "--json")
+            trireme.run(
+                "submit", script, "--name", "b", "--pservers", 1, "--min-trainers", 2, "--epochs", 2, "--json"
+            )
         )
         there = places_when(trireme, lambda found: {each["job"] for each in found} >= {"a", "b"})
         say(start, "places:", {place["member_id"]: (place["host"], place["job"]) for place in there})
@@ -99,7 +106,9 @@ def test_a_job_on_ray_survives_a_lost_node_and_another_one_gets_more_members(
         job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
         assert same_bits(model_of(job), undisturbed)
         job_when(trireme, "b", lambda job: job["standing"] == "COMPLETED")
-        say(start, "a and b are COMPLETED, a with the bits of a run with one trainer and one parameter server")
+        say(
+            start, "a and b are COMPLETED, a with the bits of a run with one trainer and one parameter server"
+        )
     say(start, "told by up:", (trireme.folder / "up.log").read_text())
     assert nothing_left(nodes)
 
@@ -124,7 +133,9 @@ def test_a_resize_makes_ray_place_more_members_and_they_are_given_back(
         members = good(trireme.run("members", "a", "--json"))["members"]
         say(start, "members:", {each["member_id"]: each["url"] for each in members})
         assert Counter(each["kind"] for each in members) >= Counter(trainer=3, pserver=2), members
-        assert good(trireme.run("status", "a", "--json"))["standing"] == "ACTIVE", "it ended before it was resized"
+        assert good(trireme.run("status", "a", "--json"))["standing"] == "ACTIVE", (
+            "it ended before it was resized"
+        )
         (trireme.folder / "slow").unlink()
         job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
         assert same_bits(model_of(job), undisturbed)
@@ -138,9 +149,10 @@ def test_a_resize_makes_ray_place_more_members_and_they_are_given_back(
 def test_what_ray_cannot_do_is_told(trireme: Command, nodes: RayNodes) -> None:
     storage = ("--storage", trireme.folder / "storage")
     nobody = trireme.run("up", "--launcher", "ray", "--address", "127.0.0.11:1", *storage)
-    assert (nobody.code, "no Ray cluster answers at 127.0.0.11:1" in nobody.err) == (exit_codes.UNREACHABLE, True), (
-        nobody
-    )
+    assert (nobody.code, "no Ray cluster answers at 127.0.0.11:1" in nobody.err) == (
+        exit_codes.UNREACHABLE,
+        True,
+    ), nobody
     ray = ("--launcher", "ray", "--address", nodes.address, "--node-dir", trireme.folder / "nodes")
     with up(trireme, *ray, *storage, "--trainers", 1, "--pservers", 0, "--trainer-resources", "GPU=3"):
         deadline = time.monotonic() + LIMIT_S

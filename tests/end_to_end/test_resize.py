@@ -1,4 +1,5 @@
-"""A job of real processes is resized while it trains, and a process is killed in each resize: no bit and no minibatch is lost."""
+"""A job of real processes is resized while it trains, and a process is killed in each resize: no bit and no
+minibatch is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from contextlib import suppress
 
 import pytest
 
-from tests.end_to_end.local_cluster import EPOCHS, RECORDS, cluster_of, completed, ended, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import (
+    EPOCHS,
+    RECORDS,
+    cluster_of,
+    completed,
+    ended,
+    reach_step,
+    same_bits,
+    spec_of,
+)
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
 from trireme_shared.platform.runtime import ids
@@ -110,7 +120,9 @@ def test_an_asynchronous_job_trains_each_minibatch_once_whatever_moves(tmp_path,
     """What a killed parameter server lacks is on record; the ledgers of all others are exact."""
 
     async def main():
-        spec = spec_of(tmp_path, slow_s=SLOW_S, mode=Mode.ASYNC, trainers=1, pservers=1, checkpoint_every_seconds=1.0)
+        spec = spec_of(
+            tmp_path, slow_s=SLOW_S, mode=Mode.ASYNC, trainers=1, pservers=1, checkpoint_every_seconds=1.0
+        )
         async with cluster_of(spec, tmp_path, standbys=1) as cluster:
             await reach_checkpoint(cluster)
             for resize in await disturbed(cluster, seed):

@@ -1,4 +1,5 @@
-"""Rollback and resume with real processes: whatever is killed, the trained model is the undisturbed run's, bit for bit."""
+"""Rollback and resume with real processes: whatever is killed, the trained model is the undisturbed run's,
+bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def script_in(folder: Path, *, slow: bool = True) -> Path:
 
 
 def parameters(done: Done) -> dict[str, torch.Tensor]:
-    values: dict[str, torch.Tensor] = torch.load(json.loads(done.out)["exports"]["state_dict"], weights_only=True)
+    values: dict[str, torch.Tensor] = torch.load(
+        json.loads(done.out)["exports"]["state_dict"], weights_only=True
+    )
     return values
 
 
@@ -53,7 +56,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undisturbed):
     """With `trireme chaos kill` from a second terminal; its receipt shows how the job recovered."""
-    process = trireme.begin("run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json", "--tracker", "csv")
+    process = trireme.begin(
+        "run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json", "--tracker", "csv"
+    )
     wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 15)
     killed = trireme.run("chaos", "kill", "pserver-1", "--json")
@@ -88,7 +93,9 @@ def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_p
     killed = trireme.run("chaos", "kill", "trainer-0")
     assert killed.code == 0, killed.err
     assert re.search(r"noticed +[\d.]+ s later: the launcher saw it exit", killed.out)
-    assert re.search(r"next committed step [\d.]+ s \(step \d+\)\nrecords replayed +0\nrecords lost +0\n", killed.out)
+    assert re.search(
+        r"next committed step [\d.]+ s \(step \d+\)\nrecords replayed +0\nrecords lost +0\n", killed.out
+    )
     process.send_signal(signal.SIGINT)
     stopped = trireme.end_of(process)
     assert stopped.code == 130
@@ -114,7 +121,9 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
         victim.kill()
     trireme.end_of(process)
     (tmp_path / "slow").unlink()
-    orphan = tmp_path / ".trireme" / "script" / "checkpoints" / ".pserver-0.x.safetensors.killed-while-writing.tmp"
+    orphan = (
+        tmp_path / ".trireme" / "script" / "checkpoints" / ".pserver-0.x.safetensors.killed-while-writing.tmp"
+    )
     orphan.touch()
     process = trireme.begin("run", script, *SETTINGS, "--pservers", after, "--json")
     wait_for(process, rf"job script is unfinished: it resumes \({before} -> {after} pservers\)")
@@ -127,7 +136,9 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
     assert_same(parameters(done), undisturbed)
     again = trireme.run("run", script, *SETTINGS, "--pservers", after, "--json")
     assert (again.code, json.loads(again.out)) == (0, json.loads(done.out))
-    assert "job script is completed; --epochs with a higher number trains it longer, --fresh again" in again.err
+    assert (
+        "job script is completed; --epochs with a higher number trains it longer, --fresh again" in again.err
+    )
     other = trireme.run("run", script, *SETTINGS, "--epochs", 3, "--json")
     assert other.code == 4
     assert f"completed with epochs = {EPOCHS}; now epochs = 3 is asked for" in other.err
@@ -138,7 +149,16 @@ def test_saved_gone_back_and_interrupted_with_three_one_and_four_parameter_serve
 ):
     """Checkpoints on demand only; a Ctrl-C saves one itself. The same command goes on each time."""
     script = script_in(tmp_path)
-    settings = ("--epochs", EPOCHS, "--trainers", 1, "--no-check", "--set", "checkpoint_every_epochs=1000", "--json")
+    settings = (
+        "--epochs",
+        EPOCHS,
+        "--trainers",
+        1,
+        "--no-check",
+        "--set",
+        "checkpoint_every_epochs=1000",
+        "--json",
+    )
     process = trireme.begin("run", script, *settings, "--pservers", 3)
     wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 5)

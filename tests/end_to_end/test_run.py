@@ -1,4 +1,5 @@
-"""`trireme run` end to end: real etcd, master, parameter servers and trainers; a model that plain PyTorch loads."""
+"""`trireme run` end to end: real etcd, master, parameter servers and trainers; a model that plain PyTorch
+loads."""
 
 from __future__ import annotations
 
@@ -39,17 +40,25 @@ def test_a_model_trains_and_plain_pytorch_loads_it(trireme, tmp_path, mode):
     assert json.loads(trireme.run("status", "--json").out) == result
     assert "trainer-0 │ evaluating " in done.err or "trainer-1 │ evaluating " in done.err
     if mode == "sync":  # the members have ended; what they logged and the script printed is there
-        lines = [json.loads(line) for line in trireme.run("logs", "trainer", "--tail", 5000, "--json").out.splitlines()]
+        lines = [
+            json.loads(line)
+            for line in trireme.run("logs", "trainer", "--tail", 5000, "--json").out.splitlines()
+        ]
         assert {line["member"] for line in lines} == {"trainer-0", "trainer-1"}
         assert sum(line["text"].startswith("evaluating ") for line in lines) >= RECORDS // 64
         assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
     assert result["discarded"] == {"tasks": 0, "records": 0, "list": []}
     assert 0 < result["metrics"]["mse"] < 1
     assert (result["restarts"], result["failure"]) == ({}, None)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
+    )
     values = torch.load(result["exports"]["state_dict"], weights_only=True)
     model.load_state_dict(values)
-    assert all(torch.equal(values[name], value) for name, value in load_file(result["exports"]["safetensors"]).items())
+    assert all(
+        torch.equal(values[name], value)
+        for name, value in load_file(result["exports"]["safetensors"]).items()
+    )
 
 
 ROWS = """
@@ -74,7 +83,9 @@ def test_custom_readers_beside_the_script_and_in_it(trireme, tmp_path):
         tmp_path,
         head=HEAD + ROWS,
         dataset=dataset,
-        evaluation=EVALUATION.replace("return dataset()", "return trireme.data.Custom('rows', reader='script:rows')"),
+        evaluation=EVALUATION.replace(
+            "return dataset()", "return trireme.data.Custom('rows', reader='script:rows')"
+        ),
     )
     done = trireme.run("run", script, "--trainers", 1, "--pservers", 1, "--json")
     assert done.code == 0, done.err
@@ -90,7 +101,9 @@ def test_progress_goes_to_stderr_and_the_summary_to_stdout(trireme, tmp_path):
     assert "trainers 1/1  pservers 1/1" in done.err
     facts = dict(line.split("  ", 1) for line in done.out.splitlines())
     assert facts["job"].strip().startswith("mine COMPLETED after")
-    assert facts["model (safetensors)"].strip() == str(tmp_path / ".trireme" / "mine" / "export" / "model.safetensors")
+    assert facts["model (safetensors)"].strip() == str(
+        tmp_path / ".trireme" / "mine" / "export" / "model.safetensors"
+    )
     assert "mse" in facts
     assert "\x1b" not in done.out + done.err
 
@@ -110,7 +123,9 @@ def test_the_first_ctrl_c_stops_all_children_in_order(trireme, tmp_path):
 
 
 def test_the_second_ctrl_c_kills(trireme, tmp_path):
-    process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000, "--trainers", 1)
+    process = trireme.start(
+        "run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000, "--trainers", 1
+    )
     wait_for(process, "RUNNING")
     trainer = next(child for child in trireme.family() if "trainer_agent" in command_line(child))
     trainer.suspend()  # it will not stop by itself

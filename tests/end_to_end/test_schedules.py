@@ -1,4 +1,5 @@
-"""A plateau, Lion and bf16 with real processes: a trainer and a parameter server are killed, and the model is that of `python script.py`."""
+"""A plateau, Lion and bf16 with real processes: a trainer and a parameter server are killed, and the model is
+that of `python script.py`."""
 
 from __future__ import annotations
 
@@ -31,12 +32,25 @@ def scheduler(optimizer):
 def test_one_lane_under_kills_and_a_rollback_is_the_model_of_plain_python(trireme, tmp_path):
     script = write_script(tmp_path, optimizer=LION, loss=SLOWABLE_LOSS, evaluation=EVALUATION)
     user = load(script)
-    plain = run(user, plain_spec(user, {"epochs": EPOCHS}, [f"{name}={value}" for name, value in SETTINGS.items()]))
+    plain = run(
+        user, plain_spec(user, {"epochs": EPOCHS}, [f"{name}={value}" for name, value in SETTINGS.items()])
+    )
     assert plain.optimizer.param_groups[0]["lr"] < 0.01 * 0.7**2
     (tmp_path / "slow").touch()
     settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
     process = trireme.begin(
-        "run", script, "--epochs", EPOCHS, "--trainers", 2, "--pservers", 2, "--set", "lanes=1", *settings, "--json"
+        "run",
+        script,
+        "--epochs",
+        EPOCHS,
+        "--trainers",
+        2,
+        "--pservers",
+        2,
+        "--set",
+        "lanes=1",
+        *settings,
+        "--json",
     )
     wait_for(process, "^trainer-[01] joined")
     wait_for_step(trireme, 16)

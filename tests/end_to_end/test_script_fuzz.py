@@ -1,4 +1,5 @@
-"""Some of the scripts of tests/script_fuzz by `trireme run`: processes of their own, and the check before the run."""
+"""Some of the scripts of tests/script_fuzz by `trireme run`: processes of their own, and the check before the
+run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from tests.script_fuzz.surfaces import reference
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 PSERVERS, COLLECTIVE = ("--pservers", "1"), ("--set", "strategy=collective")
-REFUSED = ("max_norm", "a rate changed in the loss", "float64 state", "a hook behind the step", "another shape")
+REFUSED = (
+    "max_norm",
+    "a rate changed in the loss",
+    "float64 state",
+    "a hook behind the step",
+    "another shape",
+)
 TOLD = ("a layer that nobody uses, with decay",)
 
 
@@ -26,7 +33,9 @@ def named(name):
 
 def run_by(trireme, script, *, loop, strategy):
     path = script.loop("fuzz_real") if loop else script.functions("fuzz_real")
-    return trireme.run("run", path, "--trainers", "1", *strategy, "--data-dir", script.folder / "data", "--json")
+    return trireme.run(
+        "run", path, "--trainers", "1", *strategy, "--data-dir", script.folder / "data", "--json"
+    )
 
 
 def trained(trireme, script, *, loop, strategy):
@@ -48,7 +57,9 @@ def trained(trireme, script, *, loop, strategy):
     ],
 )
 def test_trained_ones_have_the_bits_of_plain_pytorch(tmp_path, trireme, seed, loop, strategy):
-    free = [each for each in CATALOGUE if not each.is_single and each.in_loops_only == (loop and bool(seed % 2))]
+    free = [
+        each for each in CATALOGUE if not each.is_single and each.in_loops_only == (loop and bool(seed % 2))
+    ]
     script = Script(tmp_path, together(random.Random(seed), free, 6))
     found, _ = trained(trireme, script, loop=loop, strategy=strategy)
     assert differences(found, reference(script)) == []

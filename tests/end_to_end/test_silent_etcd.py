@@ -1,4 +1,5 @@
-"""Real processes and an etcd that is frozen (SIGSTOP) for longer than the leases: nobody leaves, and not one bit changes."""
+"""Real processes and an etcd that is frozen (SIGSTOP) for longer than the leases: nobody leaves, and not one
+bit changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A job that failed for lack of members goes on from its newest checkpoint when it is started again, with the same bits."""
+"""A job that failed for lack of members goes on from its newest checkpoint when it is started again, with the
+same bits."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ import asyncio
 
 import pytest
 
-from tests.end_to_end.local_cluster import END_S, STEPS, cluster_of, completed, ended, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import (
+    END_S,
+    STEPS,
+    cluster_of,
+    completed,
+    ended,
+    reach_step,
+    same_bits,
+    spec_of,
+)
 from trireme.launch.cluster import LocalCluster
 from trireme_shared.protocol.records import FailureCause, JobState, Phase
 

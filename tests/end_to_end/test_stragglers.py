@@ -1,4 +1,5 @@
-"""Real processes, one of which is stopped and continued all the time (SIGSTOP, SIGCONT), so that it runs a fifth of the time."""
+"""Real processes, one of which is stopped and continued all the time (SIGSTOP, SIGCONT), so that it runs a
+fifth of the time."""
 
 from __future__ import annotations
 

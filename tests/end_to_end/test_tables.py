@@ -1,4 +1,5 @@
-"""Embedding tables in real processes: no bit of rows, parameters or evaluations depends on who is killed, or on how many own the rows."""
+"""Embedding tables in real processes: no bit of rows, parameters or evaluations depends on who is killed, or
+on how many own the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.local_cluster import RECORDS, cluster_of, ended, evaluations, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import (
+    RECORDS,
+    cluster_of,
+    ended,
+    evaluations,
+    reach_step,
+    same_bits,
+    spec_of,
+)
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of
 from trireme_shared.platform.runtime import ids
@@ -36,13 +45,18 @@ def model():
     return Model()
 """
 LIMIT_S = 120.0
-Trained = tuple[dict[str, torch.Tensor], dict[str, bytes], dict[str, float], list[tuple[int, dict[str, float]]]]
+Trained = tuple[
+    dict[str, torch.Tensor], dict[str, bytes], dict[str, float], list[tuple[int, dict[str, float]]]
+]
 TABLES = {f"{best}table {name}" for best in ("", "best_") for name in ("user", "tag")}
 
 
 def with_tables(folder: Path, **changes: object) -> JobSpec:
-    evaluated = {"evaluate_every": 6, "keep_best": "mse:max"}  # the first one: its rows come from its checkpoint
-    spec = spec_of(folder, **{"epochs": 6, "slow_s": 0.05, "checkpoint_every_steps": 4, **evaluated, **changes})
+    # the first one: its rows come from its checkpoint
+    evaluated = {"evaluate_every": 6, "keep_best": "mse:max"}
+    spec = spec_of(
+        folder, **{"epochs": 6, "slow_s": 0.05, "checkpoint_every_steps": 4, **evaluated, **changes}
+    )
     script = Path(spec.script)
     plain = script.read_text()
     begin = plain.index("def model():")
@@ -123,7 +137,9 @@ async def resized(cluster: LocalCluster, pservers: int, strategy: str, **kill: s
     async with asyncio.timeout(LIMIT_S):
         while found.state == "RUNNING":
             wait_s = 1.0 if killed else 0.05
-            found = await call(cluster, lambda client, wait_s=wait_s: client.get_resize(job, name, wait_s=wait_s))
+            found = await call(
+                cluster, lambda client, wait_s=wait_s: client.get_resize(job, name, wait_s=wait_s)
+            )
             if not killed and found.phase == "MIGRATING" and found.groups_moved:
                 cluster.kill(kill["victim"], signal.SIGKILL)
                 killed = True

@@ -1,4 +1,5 @@
-"""Real processes of a collective job are frozen and killed: no bit differs from the job with parameter servers, which has none here."""
+"""Real processes of a collective job are frozen and killed: no bit differs from the job with parameter
+servers, which has none here."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ async def test_a_frozen_trainer_and_too_few_of_them_change_no_bit(tmp_path, undi
         frozen = clock.monotonic()
         cluster.kill("trainer-1", signal.SIGSTOP)
         limit_s = LEASE_S + 0.5 + BUSY_S
-        await view.wait_for(lambda seen: seen.state.phase is Phase.WAITING, limit_s, "the frozen one to be out")
+        await view.wait_for(
+            lambda seen: seen.state.phase is Phase.WAITING, limit_s, "the frozen one to be out"
+        )
         assert clock.monotonic() - frozen > LEASE_S / 2  # it renewed its lease a moment before
         assert view.trainers.names == ()
         cluster.kill("trainer-1", signal.SIGCONT)
@@ -46,6 +49,9 @@ async def test_a_run_that_starts_nobody_again_ends_once_too_few_are_left(tmp_pat
     async with cluster_of(spec, tmp_path) as cluster:
         await reach_step(cluster, STEPS // 10)
         cluster.kill("trainer-0")
-        told = r"trainer-0 ended \(SIGKILL\), and restart_policy is never: 2 of the job's trainers are left, and it needs 3"
+        told = (
+            r"trainer-0 ended \(SIGKILL\), and restart_policy is never: 2 of the job's trainers are "
+            r"left, and it needs 3"
+        )
         with pytest.raises(ClusterError, match=told):
             await cluster.wait(END_S)

@@ -1,4 +1,5 @@
-"""A completed job gets more epochs: it ends as one that had them from the start, also when members die on the way."""
+"""A completed job gets more epochs: it ends as one that had them from the start, also when members die on the
+way."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import json
 import pytest
 import torch
 
-from tests.end_to_end.local_cluster import EPOCHS, cluster_of, completed, ended, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import (
+    EPOCHS,
+    cluster_of,
+    completed,
+    ended,
+    reach_step,
+    same_bits,
+    spec_of,
+)
 from tests.end_to_end.scripts import EVALUATION, OPTIMIZER, RECORDS, write_script
 from tests.end_to_end.test_async_recovery import MINIBATCHES, applied, async_spec
 from trainer_agent.script.user_module import load
@@ -30,7 +39,9 @@ def scheduler(optimizer):
 """
 
 
-async def test_with_a_death_it_gives_the_bits_of_a_job_that_had_all_epochs_from_the_start(tmp_path, undisturbed):
+async def test_with_a_death_it_gives_the_bits_of_a_job_that_had_all_epochs_from_the_start(
+    tmp_path, undisturbed
+):
     async with cluster_of(spec_of(tmp_path, epochs=3), tmp_path) as cluster:
         await completed(cluster)
     async with cluster_of(spec_of(tmp_path), tmp_path) as cluster:

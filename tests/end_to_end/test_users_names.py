@@ -1,4 +1,5 @@
-"""Each entrance finds the user's modules whatever their names are: those of our packages, of dependencies, of the standard library's."""
+"""Each entrance finds the user's modules whatever their names are: those of our packages, of dependencies, of
+the standard library's."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ print(run.metrics("loss", by="epoch")["epoch"])
     "cells", [("import trireme", LOOK, RUN), (LOOK, "import trireme", RUN)], ids=["after", "before"]
 )
 async def test_a_notebook(trireme: Command, tmp_path: Path, cells: tuple[str, ...]) -> None:
-    """What a cell imports is what it would be without Trireme: a kernel has imported `queue`, say, before it runs a cell."""
+    """What a cell imports is what it would be without Trireme: a kernel has imported `queue`, say, before it
+    runs a cell."""
     folder = script_of(tmp_path, FUNCTIONS).parent
     alone, ours = (notebook_of(*text) for text in ((LOOK,), cells))
     [expected] = await execute(alone, folder, tmp_path / "home", trireme.mark)
@@ -80,7 +82,12 @@ def test_where_python_itself_cannot_start(tmp_path: Path, words: tuple[str, ...]
     environment = clean_environment() | {"PYTHONPATH": str(script.parent)}
     nothing, ours = (
         subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=50, env=environment, check=False
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            env=environment,
+            check=False,
         )
         for command in (("-c", "pass"), (*words, str(script)))
     )

@@ -1,4 +1,5 @@
-"""A job that starts with what another one has learned: parameters, optimizer and scheduler of a checkpoint, wherever they are stored."""
+"""A job that starts with what another one has learned: parameters, optimizer and scheduler of a checkpoint,
+wherever they are stored."""
 
 from __future__ import annotations
 
@@ -135,7 +136,9 @@ def test_rows_of_a_base_and_deltas_start_a_job_with_more_parameter_servers(trire
     }
     user = load(str(script))
     alone = plain.run(user, plain.plain_spec(user, settings))
-    assert same_bits(torch.load(folder / "export" / "model.pt", weights_only=True), dict(alone.model.state_dict()))
+    assert same_bits(
+        torch.load(folder / "export" / "model.pt", weights_only=True), dict(alone.model.state_dict())
+    )
     for table in alone.tables.stored():
         job = read_table(str(folder / "export" / "tables" / f"{table.spec.name}.safetensors"))
         assert (job.ids.tobytes(), job.values.tobytes()) == (table.ids.tobytes(), table.values.tobytes())

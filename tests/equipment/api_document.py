@@ -1,4 +1,5 @@
-"""The document of the master's API in tests: made once for all applications, since it takes a second, and in virtual time without a thread."""
+"""The document of the master's API in tests: made once for all applications, since it takes a second, and in
+virtual time without a thread."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ FLAGS = (
 
 
 class Page:
-    """`requests`: addresses asked for; `complaints`: errors of scripts, and what the content security policy has refused."""
+    """`requests`: addresses asked for; `complaints`: errors of scripts, and what the content security policy
+    has refused."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -89,7 +90,9 @@ class Page:
                 return value
         except TimeoutError:
             shown = await self.js("document.body.innerText")
-            raise AssertionError(f"{limit_s:g} s are over, and not: {code}\n{shown}\n{self.complaints}") from None
+            raise AssertionError(
+                f"{limit_s:g} s are over, and not: {code}\n{shown}\n{self.complaints}"
+            ) from None
 
     async def goto(self, url: str) -> None:
         """Also to another part of the same page."""
@@ -106,7 +109,10 @@ class Page:
         code = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}.get(key, 0)
         said = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         await self.call(
-            "Input.dispatchKeyEvent", type="keyDown", text=text or {"Enter": "\r", " ": " "}.get(key, ""), **said
+            "Input.dispatchKeyEvent",
+            type="keyDown",
+            text=text or {"Enter": "\r", " ": " "}.get(key, ""),
+            **said,
         )
         await self.call("Input.dispatchKeyEvent", type="keyUp", **said)
 
@@ -120,7 +126,8 @@ class Page:
 
     @asynccontextmanager
     async def answering(self, pattern: str, answer: Callable[[str], object]) -> AsyncIterator[None]:
-        """Requests for such addresses do not leave the browser: `answer(url)` is given to the page, as JSON."""
+        """Requests for such addresses do not leave the browser: `answer(url)` is given to the page, as
+        JSON."""
         self._answer = answer
         await self.call("Fetch.enable", patterns=[{"urlPattern": pattern}])
         try:
@@ -137,7 +144,9 @@ class Page:
 
     async def dark(self, *, on: bool) -> None:
         value = "dark" if on else "light"
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
+        await self.call(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}]
+        )
 
     async def width(self, pixels: int) -> None:
         """Of the window."""

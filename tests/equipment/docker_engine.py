@@ -1,7 +1,8 @@
-"""A Docker Engine for tests without one: a real HTTP server at a UNIX socket with the routes that the launcher uses.
+"""A Docker Engine for tests without one: a real HTTP server at a UNIX socket with the routes that the
+launcher uses.
 
-It keeps containers, images and networks as dicts, refuses what Docker Engine 20.10 refuses, in its words, and starts nothing.
-tests/soak/test_docker_launcher.py asks the same of a real one.
+It keeps containers, images and networks as dicts, refuses what Docker Engine 20.10 refuses, in its words, and
+starts nothing. tests/soak/test_docker_launcher.py asks the same of a real one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ def container(number: int, service: str, **config: Any) -> dict[str, Any]:
             "Hostname": id_[:12],
             "Image": "trireme:latest",
             "User": "10001",
-            "Env": ["PATH=/bin", "TRIREME_ETCD=http://etcd:2379", f"TRIREME_{service.upper()}S=1", "TRIREME_NAME=x"],
+            "Env": [
+                "PATH=/bin",
+                "TRIREME_ETCD=http://etcd:2379",
+                f"TRIREME_{service.upper()}S=1",
+                "TRIREME_NAME=x",
+            ],
             "Cmd": ["host"],
             "Labels": labels,
             "Volumes": {"/scratch": {}},
@@ -68,7 +74,11 @@ def container(number: int, service: str, **config: Any) -> dict[str, Any]:
         },
         "NetworkSettings": {
             "Networks": {
-                "demo_default": {"Aliases": [service, id_[:12]], "IPAddress": "172.18.0.9", "IPAMConfig": None},
+                "demo_default": {
+                    "Aliases": [service, id_[:12]],
+                    "IPAddress": "172.18.0.9",
+                    "IPAMConfig": None,
+                },
                 "demo_etcd": {"Aliases": [service, id_[:12]], "IPAddress": "172.19.0.9", "IPAMConfig": None},
             }
         },
@@ -76,8 +86,8 @@ def container(number: int, service: str, **config: Any) -> dict[str, Any]:
 
 
 class DockerEngine:
-    """`containers`: by id, as `docker inspect` shows them. `calls`: method and path of each. `before` may answer in place of the Engine,
-    or take its time."""
+    """`containers`: by id, as `docker inspect` shows them. `calls`: method and path of each. `before` may
+    answer in place of the Engine, or take its time."""
 
     def __init__(self, socket: Path) -> None:
         self.address = f"unix://{socket}"
@@ -124,7 +134,8 @@ class DockerEngine:
         if tuple(map(int, version.split("."))) < tuple(map(int, self.about["MinAPIVersion"].split("."))):
             return refusal(
                 400,
-                f"client version {version} is too old. Minimum supported API version is {self.about['MinAPIVersion']}",
+                f"client version {version} is too old. Minimum supported API version is "
+                f"{self.about['MinAPIVersion']}",
             )
         return await handler(request)
 
@@ -134,7 +145,9 @@ class DockerEngine:
     async def list_containers(self, request: web.Request) -> web.Response:
         wanted = dict(each.split("=", 1) for each in json.loads(request.query["filters"])["label"])
         assert request.query["all"] == "1"
-        found = [each for each in self.containers.values() if wanted.items() <= each["Config"]["Labels"].items()]
+        found = [
+            each for each in self.containers.values() if wanted.items() <= each["Config"]["Labels"].items()
+        ]
         return web.json_response(
             [
                 {
@@ -218,7 +231,11 @@ class DockerEngine:
     def _of(self, request: web.Request) -> dict[str, Any] | None:
         asked = request.match_info["id"]
         return next(
-            (each for each in self.containers.values() if each["Id"].startswith(asked) or each["Name"] == f"/{asked}"),
+            (
+                each
+                for each in self.containers.values()
+                if each["Id"].startswith(asked) or each["Name"] == f"/{asked}"
+            ),
             None,
         )
 

@@ -1,11 +1,14 @@
-"""Python modules as processes that are forked from one which has imported what they need: 0.1 s of processor time each, not 1 to 4 s.
+"""Python modules as processes that are forked from one which has imported what they need: 0.1 s of processor
+time each, not 1 to 4 s.
 
-    test ── fork server (trireme.launch.fork_server) ── the process: a child of the test, with its own arguments, environment,
+    test ── fork server (trireme.launch.fork_server) ── the process: a child of the test, with its own
+        arguments, environment,
                                                         working directory, output and exit code
-                                                          `── the fork server that it may ask for: forked as well, and waiting
+                                                          `── the fork server that it may ask for: forked as
+                                                              well, and waiting
 
-Everything from the control socket on is what launchers do with members. What a test proves about the start of an interpreter
-(its flags, its environment, what it imports first) needs a new one: `subprocess`.
+Everything from the control socket on is what launchers do with members. What a test proves about the start of
+an interpreter (its flags, its environment, what it imports first) needs a new one: `subprocess`.
 """
 
 from __future__ import annotations
@@ -35,9 +38,15 @@ from trireme_shared.platform.runtime import process_setup
 from trireme_shared.platform.runtime.process_setup import adopting, die_with, memory_tunables
 
 MARK = "TEST_MARK"
-"""A variable by which a test finds the processes that descend from it, also when they were forked: /proc/PID/environ shows it."""
+"""A variable by which a test finds the processes that descend from it, also when they were forked:
+/proc/PID/environ shows it."""
 MARK_LENGTH = 32
-SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+SET_BY_LIBRARIES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+)
 LEFT_OUT = (
     "TRIREME_",
     "MLFLOW_",
@@ -49,12 +58,19 @@ START_S = 60.0
 REQUEST_BYTES = 1 << 20
 COMMANDS = "trireme.cli"
 CLUSTER = ("trireme", "up")
-AHEAD = ("httpcore", "trireme.client", "trireme.launch.cluster", "trireme.pool.host_agent", "trireme.pool.local_pool")
+AHEAD = (
+    "httpcore",
+    "trireme.client",
+    "trireme.launch.cluster",
+    "trireme.pool.host_agent",
+    "trireme.pool.local_pool",
+)
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours without LEFT_OUT, and without what pytest and imports (torch's compiler, scikit-learn, MLflow) set in this process."""
+    """Ours without LEFT_OUT, and without what pytest and imports (torch's compiler, scikit-learn, MLflow) set
+    in this process."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -75,7 +91,10 @@ class ForkedProcess:
         self._descriptor = os.pidfd_open(pid)
 
     def __repr__(self) -> str:
-        return f"<ForkedProcess {self.pid}: {'running' if self.returncode is None else f'exit code {self.returncode}'}>"
+        return (
+            f"<ForkedProcess {self.pid}: "
+            f"{'running' if self.returncode is None else f'exit code {self.returncode}'}>"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +157,8 @@ class WarmServer:
         self._process.wait(START_S)
 
     def imports_as(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process with these variables would import the same: those that imports read are the server's."""
+        """Whether a process with these variables would import the same: those that imports read are the
+        server's."""
         return self._others(environment) == self._others(self._environment)
 
     @staticmethod
@@ -150,7 +170,13 @@ class WarmServer:
         }
 
     def start(
-        self, module: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], out: int, err: int
+        self,
+        module: str,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        out: int,
+        err: int,
     ) -> ForkedProcess:
         """`python -m module arguments` in that folder; `out` and `err` are descriptors."""
         title = " ".join(["python", "-m", module, *arguments])
@@ -192,8 +218,8 @@ def warm_server() -> WarmServer:
 
 
 class Reserve:
-    """A fork server that was forked before its launcher ran, while that had no threads, sockets and locks, and that waits until the
-    launcher wants one. It ends with the launcher."""
+    """A fork server that was forked before its launcher ran, while that had no threads, sockets and locks,
+    and that waits until the launcher wants one. It ends with the launcher."""
 
     def __init__(self, path: Sequence[str]) -> None:
         """`path`: of its children."""
@@ -259,7 +285,8 @@ def _show_mark(mark: str) -> None:
 
 
 def _run(folder: str, module: str, *arguments: str) -> None:
-    """In the forked process: become `python -m module arguments` in that folder; without one `python -P -m`, where it is."""
+    """In the forked process: become `python -m module arguments` in that folder; without one `python -P -m`,
+    where it is."""
     _show_mark(os.environ.get(MARK, "0" * MARK_LENGTH))
     installed = sys.path[1:]  # the first is the repository
     spawns = (module, *arguments[:1]) == CLUSTER

@@ -1,4 +1,5 @@
-"""Arithmetic as a GPU rounds it, on the CPU: what CUDA's kernels do otherwise, for code whose bits must not depend on the device."""
+"""Arithmetic as a GPU rounds it, on the CPU: what CUDA's kernels do otherwise, for code whose bits must not
+depend on the device."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ VIEWS = {"as_strided", "slice", "view", "detach", "alias"}
 
 
 class GpuArithmetic(TorchDispatchMode):
-    """While it is entered, this thread divides by a number as CUDA does: it multiplies by the rounded reciprocal. Operations that
-    are neither exact nor rounded once raise AssertionError: nobody knows that they give the same bits on every device."""
+    """While it is entered, this thread divides by a number as CUDA does: it multiplies by the rounded
+    reciprocal. Operations that are neither exact nor rounded once raise AssertionError: nobody knows that
+    they give the same bits on every device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, options = func.overloadpacket.__name__, kwargs or {}

@@ -36,7 +36,9 @@ def configured(say: Callable[[str], None]) -> Iterator[None]:
     before = structlog.get_config()
     structlog.configure(
         processors=[structlog.processors.add_log_level, structlog.processors.format_exc_info, render],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL if say is discard else logging.DEBUG),
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.CRITICAL if say is discard else logging.DEBUG
+        ),
         logger_factory=lambda *_: Printer(),
         cache_logger_on_first_use=False,
     )

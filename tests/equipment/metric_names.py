@@ -7,8 +7,20 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 NAME = re.compile(r"(trireme|process|python)(_[a-z][a-z0-9]*)+")
-LABELS = {"job", "phase", "stage", "kind", "state", "standing", "pserver", "cause", "table"}  # each has few values
-NOT_BASE_UNITS = {"milliseconds", "ms", "minutes", "hours", "kilobytes", "megabytes", "kb", "mb", "mib", "percent"}
+# each has few values
+LABELS = {"job", "phase", "stage", "kind", "state", "standing", "pserver", "cause", "table"}
+NOT_BASE_UNITS = {
+    "milliseconds",
+    "ms",
+    "minutes",
+    "hours",
+    "kilobytes",
+    "megabytes",
+    "kb",
+    "mb",
+    "mib",
+    "percent",
+}
 MOST_SERIES = 200  # of one name
 
 

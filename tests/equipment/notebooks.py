@@ -14,8 +14,8 @@ FOLDERS = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
 
 
 async def execute(notebook: Any, folder: Path, home: Path, mark: str, **environment: str) -> list[str]:
-    """What each cell of code shows, as text. The kernel runs in `folder`; what Jupyter writes of its own goes to `home`; `mark`: of a
-    `tests.end_to_end.command.Command`, which finds processes that are left."""
+    """What each cell of code shows, as text. The kernel runs in `folder`; what Jupyter writes of its own goes
+    to `home`; `mark`: of a `tests.end_to_end.command.Command`, which finds processes that are left."""
     client = NotebookClient(notebook, timeout=LIMIT_S, resources={"metadata": {"path": str(folder)}})
     homes = dict.fromkeys(FOLDERS, str(home))
     await client.async_execute(env=clean_environment() | homes | {MARK: mark} | environment)

@@ -14,7 +14,10 @@ def violations(queue: TaskQueue) -> Iterator[str]:
         if task_id in queue.requeued:
             yield f"task {task_id} is pending and requeued"
         if held.record.epoch != queue.epoch:
-            yield f"task {task_id} is pending in epoch {held.record.epoch} while epoch {queue.epoch} is under way"
+            yield (
+                f"task {task_id} is pending in epoch {held.record.epoch} while epoch {queue.epoch} is "
+                "under way"
+            )
     for task_id in (*queue.pending, *queue.requeued):
         stream, index = queue.streams.place(queue.current, task_id)
         if index >= queue.cursors.get(queue.streams.name(stream), 0):
@@ -29,11 +32,16 @@ def violations(queue: TaskQueue) -> Iterator[str]:
     }
     if asks != queue.repeats.asks:
         yield f"pending tasks were asked for as {asks}, remembered is {queue.repeats.asks}"
-    streams = [p.record.stream for p in queue.pending.values()] + [back.stream for back in queue.requeued.values()]
+    streams = [p.record.stream for p in queue.pending.values()] + [
+        back.stream for back in queue.requeued.values()
+    ]
     if queue.by_lane and sorted(streams) != sorted(name for name, ids in queue.open_of.items() for _ in ids):
         yield f"open tasks are of lanes {sorted(streams)}, noted are {queue.open_of}"
     if queue.dispatched != sum(queue.cursors.values()):
-        yield f"{queue.dispatched} tasks are counted as dispatched, the cursors say {sum(queue.cursors.values())}"
+        yield (
+            f"{queue.dispatched} tasks are counted as dispatched, the cursors say "
+            f"{sum(queue.cursors.values())}"
+        )
     if min(queue.counts) < 0 or sum(queue.counts) != queue.total:
         yield f"counts {queue.counts} do not add up to {queue.total}"
     if queue.kind is TaskKind.TRAIN and queue.epoch < queue.epochs and queue.closed:

@@ -1,8 +1,10 @@
-"""Values that hypothesis draws, without what it does to shrink and to find novel ones: for a fuzz that sends each request once.
+"""Values that hypothesis draws, without what it does to shrink and to find novel ones: for a fuzz that sends
+each request once.
 
-hypothesis' own backend draws a long string character by character, and keeps a tree of all draws, in which a system under test that
-does not answer twice the same is an error. A system that remembers what it was asked does not. An alternative backend has no part in
-that tree, except for prefixes that two examples share; `NUMBER` first makes every example's prefix its own.
+hypothesis' own backend draws a long string character by character, and keeps a tree of all draws, in which a
+system under test that does not answer twice the same is an error. A system that remembers what it was asked
+does not. An alternative backend has no part in that tree, except for prefixes that two examples share;
+`NUMBER` first makes every example's prefix its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A real S3 over HTTP for tests (moto's server): `from tests.equipment.s3 import s3` and take it as a fixture."""
+"""A real S3 over HTTP for tests (moto's server): `from tests.equipment.s3 import s3` and take it as a
+fixture."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Environ = dict[str, Any]
 
 @dataclass
 class S3Server:
-    """`url` is a bucket's. `before` sees each request first: an answer (status line, body) is sent in place of moto's."""
+    """`url` is a bucket's. `before` sees each request first: an answer (status line, body) is sent in place
+    of moto's."""
 
     server: BaseWSGIServer
     before: Callable[[Environ], tuple[str, bytes] | None] = lambda _: None
@@ -68,7 +70,9 @@ def serve() -> S3Server:
         if answer is None:
             return moto(environ, start_response)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        start_response(answer[0], [("Content-Type", "application/xml"), ("Content-Length", str(len(answer[1])))])
+        start_response(
+            answer[0], [("Content-Type", "application/xml"), ("Content-Length", str(len(answer[1])))]
+        )
         return [answer[1]]
 
     found = S3Server(make_server("127.0.0.1", 0, application, threaded=True))
@@ -82,7 +86,8 @@ def forget_clients() -> None:
 
 
 def allow(requests: float) -> None:
-    """Only so many more requests without a permission; moto's state is the process's, whatever server is asked."""
+    """Only so many more requests without a permission; moto's state is the process's, whatever server is
+    asked."""
     settings.INITIAL_NO_AUTH_ACTION_COUNT = requests
     ActionAuthenticatorMixin.request_count = 0
 

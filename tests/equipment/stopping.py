@@ -1,4 +1,5 @@
-"""Stop a process with SIGSTOP, and know that it has stopped: the signal takes effect in each thread only when that thread sees it.
+"""Stop a process with SIGSTOP, and know that it has stopped: the signal takes effect in each thread only when
+that thread sees it.
 
 Source of the states: proc_pid_stat(5).
 """
@@ -21,7 +22,9 @@ def stop(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     end = time.monotonic() + STOP_S
-    while running := [task.name for task in Path(f"/proc/{pid}/task").iterdir() if _state(task) not in "TtZX"]:
+    while running := [
+        task.name for task in Path(f"/proc/{pid}/task").iterdir() if _state(task) not in "TtZX"
+    ]:
         if time.monotonic() > end:
             raise TimeoutError(f"threads {running} of process {pid} run {STOP_S:g} s after SIGSTOP")
         time.sleep(0.001)

@@ -34,7 +34,9 @@ def test_it_has_its_own_arguments_environment_folder_output_exit_code_and_a_fork
     for job in ("a", "b"):
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             environment = clean_environment() | {MARK: uuid.uuid4().hex, "TRIREME_JOB": job}
-            forked = warm_server().start("says", ["--x", job], tmp_path, environment, out.fileno(), err.fileno())
+            forked = warm_server().start(
+                "says", ["--x", job], tmp_path, environment, out.fileno(), err.fileno()
+            )
             assert forked.wait(60) == 3
             out.seek(0)
             err.seek(0)

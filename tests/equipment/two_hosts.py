@@ -1,9 +1,11 @@
-"""Two hosts on this machine: two networks (Linux namespaces) joined by one link, that can be cut off from each other and joined again.
+"""Two hosts on this machine: two networks (Linux namespaces) joined by one link, that can be cut off from
+each other and joined again.
 
     host 1: the network of this process, 10.77.0.1 ──── link ──── host 2: 10.77.0.2
 
-This process must be in a network of its own already (tests/soak/isolation.py: `enter`). Both hosts have the same name and the same
-files, but only their own loopback addresses. All processes die with this one, and the networks with their processes.
+This process must be in a network of its own already (tests/soak/isolation.py: `enter`). Both hosts have the
+same name and the same files, but only their own loopback addresses. All processes die with this one, and the
+networks with their processes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ END_S = 30.0
 
 def obstacle() -> str:
     """Why this machine cannot have two hosts; "" if it can."""
-    make = "ip link add host1 type veth peer name host2 && ip link set host1 up && iptables -w -S && unshare --net true && nsenter --version"
+    make = (
+        "ip link add host1 type veth peer name host2 && ip link set host1 up && iptables -w -S && "
+        "unshare --net true && nsenter --version"
+    )
     why = isolation.obstacle(make)
     return f"{why} (needs iproute2, iptables, util-linux, and root or user namespaces)" if why else ""
 
@@ -53,7 +58,19 @@ class TwoHosts:
         self._holder = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=die_with_parent())
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"ready\n"
-        _call("ip", "link", "add", LINKS[1], "type", "veth", "peer", "name", LINKS[2], "netns", str(self._holder.pid))
+        _call(
+            "ip",
+            "link",
+            "add",
+            LINKS[1],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            LINKS[2],
+            "netns",
+            str(self._holder.pid),
+        )
         for number in ADDRESSES:
             self._on(number, "ip", "address", "add", f"{ADDRESSES[number]}/24", "dev", LINKS[number])
             self._on(number, "ip", "link", "set", LINKS[number], "up")
@@ -80,8 +97,11 @@ class TwoHosts:
                     process.kill()
                     await process.wait()
 
-    async def start(self, number: Number, name: str, *argv: str, **settings: object) -> asyncio.subprocess.Process:
-        """`name` on that host; `settings`: its TRIREME_* variables. Its output is appended to `<name>.log`."""
+    async def start(
+        self, number: Number, name: str, *argv: str, **settings: object
+    ) -> asyncio.subprocess.Process:
+        """`name` on that host; `settings`: its TRIREME_* variables. Its output is appended to
+        `<name>.log`."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
         given = {"host": ADDRESSES[number], "name": name} | settings
         with self.log(name).open("ab") as log:
@@ -101,7 +121,8 @@ class TwoHosts:
         return self.folder / f"{name}.log"
 
     def cut(self, how: Cut) -> None:
-        """Host 2 hears nobody and reaches nobody from now on: its packets are dropped, or its link is down."""
+        """Host 2 hears nobody and reaches nobody from now on: its packets are dropped, or its link is
+        down."""
         if how == "down":
             self._on(2, "ip", "link", "set", LINKS[2], "down")
         else:

@@ -1,10 +1,20 @@
-"""A script whose user has given modules beside it the names of ours, of dependencies and of the standard library's."""
+"""A script whose user has given modules beside it the names of ours, of dependencies and of the standard
+library's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-NAMES = ("shared", "tests", "records", "platform", "queue", "types", "master_service", "trireme_shared_is_mine")
+NAMES = (
+    "shared",
+    "tests",
+    "records",
+    "platform",
+    "queue",
+    "types",
+    "master_service",
+    "trireme_shared_is_mine",
+)
 SCRIPT = """
 import json
 import helper
@@ -61,11 +71,14 @@ def write_users_modules(folder: Path, names: tuple[str, ...] = NAMES, functions:
             (path.parent / "sub.py").write_text("from .inner import MINE\n")
         path.write_text('MINE = "user\'s"\n')
     (folder / "helper.py").write_text(
-        f"import {names[0]}\nFOUND = {names[0]}.MINE\n\ndef late():\n    import {names[-2]}\n    return {names[-2]}.MINE\n"
+        f"import {names[0]}\nFOUND = {names[0]}.MINE\n\ndef late():\n    import {names[-2]}\n    "
+        f"return {names[-2]}.MINE\n"
     )
     script = folder / "train.py"
     found = ", ".join(f'"{name}": {name}.MINE' for name in names)
-    head = "import numpy as np\nfrom pathlib import Path\nFOLDER = Path(__file__).parent\n" if functions else ""
+    head = (
+        "import numpy as np\nfrom pathlib import Path\nFOLDER = Path(__file__).parent\n" if functions else ""
+    )
     imports = "\n".join(f"import {name}" for name in names)
     script.write_text(head + SCRIPT.format(imports=imports, found=found) + functions)
     return script

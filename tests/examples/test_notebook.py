@@ -1,4 +1,5 @@
-"""The notebook runs in a kernel of its own, from its first cell to its last, and is kept without what it printed."""
+"""The notebook runs in a kernel of its own, from its first cell to its last, and is kept without what it
+printed."""
 
 from __future__ import annotations
 
@@ -21,11 +22,15 @@ NOTEBOOK = EXAMPLES / "notebook" / "trireme.ipynb"
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq", "ignore::ResourceWarning")
 async def test_the_notebook_trains_stops_resumes_and_loads_the_model(tmp_path):
     for folder in ("digits", "notebook"):
-        shutil.copytree(EXAMPLES / folder, tmp_path / folder, ignore=shutil.ignore_patterns("data", "__pycache__"))
+        shutil.copytree(
+            EXAMPLES / folder, tmp_path / folder, ignore=shutil.ignore_patterns("data", "__pycache__")
+        )
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with command_in(tmp_path) as command:  # fails if a process is left
         data = str(tmp_path / "data")
-        shown = await execute(notebook, tmp_path / "notebook", tmp_path / "home", command.mark, DIGITS_DATA=data)
+        shown = await execute(
+            notebook, tmp_path / "notebook", tmp_path / "home", command.mark, DIGITS_DATA=data
+        )
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert shown[1].startswith("digits STOPPED\n"), "the progress under the first call, as it was last"
     assert shown[4] == "<Run digits: STOPPED>"
@@ -44,6 +49,8 @@ def test_the_notebook_is_kept_without_outputs():
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert len(cells) > 5
-    assert [(cell.outputs, cell.execution_count, cell.metadata) for cell in cells] == [([], None, {})] * len(cells)
+    assert [(cell.outputs, cell.execution_count, cell.metadata) for cell in cells] == [([], None, {})] * len(
+        cells
+    )
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert notebook.metadata.language_info == {"name": "python"}

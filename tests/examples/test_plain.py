@@ -1,4 +1,5 @@
-"""Plain training: an ordinary PyTorch loop over one lane's minibatches, with the seeds of a one-lane cluster."""
+"""Plain training: an ordinary PyTorch loop over one lane's minibatches, with the seeds of a one-lane
+cluster."""
 
 from __future__ import annotations
 
@@ -105,7 +106,9 @@ def test_versions_are_evaluated_while_it_trains_and_the_best_one_is_kept(tmp_pat
     assert (result.best.step, result.best.value) == (best, losses[best])
     assert sum(line.startswith("evaluation ") for line in said) == 7
 
-    stopping = run(user, plain_spec(user, {"evaluate_every": 2, "stop_early": "loss:max", "epochs": 3}), said.append)
+    stopping = run(
+        user, plain_spec(user, {"evaluate_every": 2, "stop_early": "loss:max", "epochs": 3}), said.append
+    )
     assert stopping.steps == 2 * (len(stopping.evaluations) + 1) < 24
     assert said[-2].startswith(f"training ends at step {stopping.steps}")
     shorter = run(user, plain_spec(user, {"epochs": 1, "evaluate_every": 3}))
@@ -134,7 +137,9 @@ def test_each_epoch_has_every_record_once_in_another_order(tmp_path):
     user = load(script(tmp_path))
     spec = plain_spec(user, {})
     table = count_records(spec.dataset, TaskSizes.of(spec))
-    epochs = [[record["y"] for m in epoch_minibatches(spec, table, epoch) for record in m] for epoch in range(2)]
+    epochs = [
+        [record["y"] for m in epoch_minibatches(spec, table, epoch) for record in m] for epoch in range(2)
+    ]
     written = Counter(np.load(tmp_path / "y.npy").tolist())
     assert [Counter(epoch) for epoch in epochs] == [written, written]
     assert epochs[0] != epochs[1]
@@ -145,7 +150,13 @@ def test_settings_come_from_flags_then_the_environment_then_the_script(tmp_path,
     monkeypatch.setenv("TRIREME_SEED", "8")
     monkeypatch.setenv("TRIREME_EPOCHS", "7")
     spec = plain_spec(user, {"epochs": 3})
-    assert (spec.epochs, spec.seed, spec.global_batch_size, spec.lanes, spec.minibatch_size) == (3, 8, 8, 1, 8)
+    assert (spec.epochs, spec.seed, spec.global_batch_size, spec.lanes, spec.minibatch_size) == (
+        3,
+        8,
+        8,
+        1,
+        8,
+    )
 
 
 def test_a_loss_that_is_not_finite_ends_it_or_is_left_out(tmp_path):
@@ -157,7 +168,9 @@ def test_a_loss_that_is_not_finite_ends_it_or_is_left_out(tmp_path):
     with pytest.raises(UserCodeError, match="NonFiniteError: the loss is nan; lower the learning rate"):
         run(user, plain_spec(user, {}))
     result = run(user, plain_spec(user, {"on_nonfinite": "skip"}), report=said.append)
-    assert [line.partition(";")[0].partition(": ")[2] for line in said if "left out" in line] == ["the loss is nan"] * 2
+    assert [line.partition(";")[0].partition(": ")[2] for line in said if "left out" in line] == [
+        "the loss is nan"
+    ] * 2
     assert 2 * (RECORDS - 8) <= result.records <= 2 * (RECORDS - 4)
     assert all(bool(value.isfinite().all()) for value in result.model.state_dict().values())
     ignored = run(user, plain_spec(user, {"on_nonfinite": "ignore"}))
@@ -217,7 +230,13 @@ MAIN = """
 
 def test_python_script_prints_progress_metrics_and_exports(tmp_path):
     done = python(
-        script(tmp_path, MAIN), "--epochs", "3", "--set", "records_per_task=8", "--export", str(tmp_path / "out")
+        script(tmp_path, MAIN),
+        "--epochs",
+        "3",
+        "--set",
+        "records_per_task=8",
+        "--export",
+        str(tmp_path / "out"),
     )
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stderr.splitlines()] == ["1/3", "2/3", "3/3"]
@@ -244,7 +263,9 @@ def test_python_script_tells_a_user_error_once_without_our_own_frames(tmp_path):
         ("def dataset(): return trireme.data.Csv('none.csv')", [], 1, "error: none.csv does not exist"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_message_with_its_exit_code(tmp_path, capsys, extra, arguments, code, told):
+def test_what_is_wrong_is_told_in_one_message_with_its_exit_code(
+    tmp_path, capsys, extra, arguments, code, told
+):
     load(script(tmp_path, extra))
     with pytest.raises(SystemExit) as caught:
         train("script", arguments)

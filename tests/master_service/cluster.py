@@ -60,7 +60,8 @@ def table_of(tasks: int, task_records: int = 10, digest: str = "digest") -> File
 
 
 class Storage:
-    """A job's storage in memory: `tasks` tasks in every dataset, `manifests` by uuid (an exception is raised)."""
+    """A job's storage in memory: `tasks` tasks in every dataset, `manifests` by uuid (an exception is
+    raised)."""
 
     def __init__(self, tasks: int = 10, error: Exception | None = None) -> None:
         self.tasks, self.error = tasks, error

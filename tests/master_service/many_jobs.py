@@ -1,4 +1,5 @@
-"""Cluster masters on a simulated etcd in virtual time, and host agents whose processes are keys and calls only."""
+"""Cluster masters on a simulated etcd in virtual time, and host agents whose processes are keys and calls
+only."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids
 from trireme_shared.protocol.errors import NotLeader, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys, Keys
-from trireme_shared.protocol.records import AcquireTask, CompleteTask, JobSpec, Phase, PserverMember, TrainerMember
+from trireme_shared.protocol.records import (
+    AcquireTask,
+    CompleteTask,
+    JobSpec,
+    Phase,
+    PserverMember,
+    TrainerMember,
+)
 from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling
 from trireme_shared.protocol.records.job import JobState
 
@@ -30,15 +38,16 @@ def job_of(name: str, scheduling: dict[str, Any] | None = None, **values: Any) -
 
 
 async def create_once(leader: ClusterMaster, job: ClusterJob) -> None:
-    """As POST /v1/jobs with an Idempotency-Key, the job's name: a repetition after a lost answer is no conflict."""
+    """As POST /v1/jobs with an Idempotency-Key, the job's name: a repetition after a lost answer is no
+    conflict."""
     keyed = Keyed(job.job, job.job, "createJob", clock.wall_time())
     with suppress(AnsweredBefore):
         await leader.create_job(job, None, Once(keyed, lambda made: made))
 
 
 class Jobs:
-    """One etcd, any number of cluster masters and host agents. `task_s`: how long a task takes. `load_s`: how long a
-    parameter server needs until it registers."""
+    """One etcd, any number of cluster masters and host agents. `task_s`: how long a task takes. `load_s`: how
+    long a parameter server needs until it registers."""
 
     def __init__(self, *, tasks: int = 4, task_s: float = 0.1, load_s: float = 0.0, seed: int = 0) -> None:
         self.simulated = SimulatedEtcd()
@@ -123,12 +132,15 @@ async def _acquire(leader: ClusterMaster, job: str, trainer: str, request: str) 
 
 
 class Place:
-    """A place of a host agent, and the process that it runs: a trainer that takes tasks, or a parameter server that is a key."""
+    """A place of a host agent, and the process that it runs: a trainer that takes tasks, or a parameter
+    server that is a key."""
 
     def __init__(self, jobs: Jobs, kind: Kind, name: str) -> None:
         self._jobs, self.kind, self.name = jobs, kind, name
         self.etcd = jobs.etcd_of(name)
-        self.member = PoolMember(member=name, kind=kind, host="h", agent="a", pid=1, incarnation=ids.new_id(name))
+        self.member = PoolMember(
+            member=name, kind=kind, host="h", agent="a", pid=1, incarnation=ids.new_id(name)
+        )
         self.history: list[tuple[str, int]] = []
         self._request = ids.new_id("r")  # asked again after a lost answer, so that the same task comes
 
@@ -171,7 +183,14 @@ class Place:
 
     def _note(self, start: tuple[str, int, str, int]) -> None:
         job, epoch, task, attempt = start
-        now = {"running": job, "epoch": epoch, "task": task, "attempt": attempt, "ended": False, "exit_code": None}
+        now = {
+            "running": job,
+            "epoch": epoch,
+            "task": task,
+            "attempt": attempt,
+            "ended": False,
+            "exit_code": None,
+        }
         self.member = self.member.model_copy(update=now)
 
     async def _run_task(self, work: Assignment, key: str, lease: int) -> None:
@@ -212,7 +231,9 @@ class Place:
     async def _train(self, job: str, epoch: int) -> None:
         keys, lease = Keys(job, ROOT), await self.etcd.grant(3600)
         name = f"{self.name}-{epoch}"
-        record = TrainerMember(trainer=name, url=f"http://{name}", incarnation=name, host="h", pid=1, lease=lease.id)
+        record = TrainerMember(
+            trainer=name, url=f"http://{name}", incarnation=name, host="h", pid=1, lease=lease.id
+        )
         try:
             await self.etcd.put(keys.trainer(name), record.to_bytes(), lease.id)
             while not await self._over(keys):

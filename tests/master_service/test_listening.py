@@ -1,4 +1,5 @@
-"""A master that is started again listens where it did before, so that pages and addresses of users stay good."""
+"""A master that is started again listens where it did before, so that pages and addresses of users stay
+good."""
 
 from __future__ import annotations
 

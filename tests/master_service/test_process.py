@@ -54,7 +54,9 @@ async def refused(folder: Path, **settings: str) -> tuple[int, str]:
     """Its exit code and what it said; forked, since only its words matter."""
     environment = clean_environment() | {f"TRIREME_{name.upper()}": value for name, value in settings.items()}
     with tempfile.TemporaryFile() as errors:
-        process = warm_server().start("master_service", (), folder, environment, errors.fileno(), errors.fileno())
+        process = warm_server().start(
+            "master_service", (), folder, environment, errors.fileno(), errors.fileno()
+        )
         code = await asyncio.to_thread(process.wait, 20)
         errors.seek(0)
         return code, errors.read().decode()
@@ -73,7 +75,9 @@ async def leader(etcd: Etcd, other_than: str = "") -> MasterAddress:
 
 def job_in(folder: Path) -> JobSpec:
     (folder / "train.txt").write_text("a\nb\nc\nd\n")
-    spec = spec_of(dataset=TextLines(str(folder / "train.txt")), storage=str(folder / "storage"), records_per_task=2)
+    spec = spec_of(
+        dataset=TextLines(str(folder / "train.txt")), storage=str(folder / "storage"), records_per_task=2
+    )
     (folder / "spec.json").write_bytes(spec.to_bytes())
     return spec
 
@@ -116,7 +120,9 @@ async def test_settings_and_specs_that_cannot_be_used_are_one_clear_line(
     assert "job j has no spec in etcd yet; start its first master with TRIREME_SPEC" in errors
     assert "Traceback" not in errors
     (tmp_path / "broken.json").write_text("{}")
-    code, errors = await refused(tmp_path, job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "broken.json"))
+    code, errors = await refused(
+        tmp_path, job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "broken.json")
+    )
     assert (code, "Traceback" in errors, "is no job spec" in errors) == (1, False, True)
     await real_etcd.put(KEYS.spec, spec.model_copy(update={"epochs": 9}).to_bytes())
     code, errors = await refused(tmp_path, job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "spec.json"))

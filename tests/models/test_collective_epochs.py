@@ -1,4 +1,5 @@
-"""The model of collective jobs keeps its promises in random schedules, and misses each rule that is switched off."""
+"""The model of collective jobs keeps its promises in random schedules, and misses each rule that is switched
+off."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.models.collective_epochs.job import run
 
 FEW = 12
 
-# seeds known to show what is missing; others are tried if a change of the model has given them another meaning
+# seeds known to show what is missing; others are tried if a change of the model has given them another
+# meaning
 SHOWN = {
     "kept-means": 27,
     "statements": 3,
@@ -40,7 +42,17 @@ def kept(seeds):
 
 def test_every_promise_is_kept_whatever_goes_wrong():
     happened = kept(range(FEW))
-    for kind in ("join", "kill", "kill-all", "freeze", "thaw", "lease", "checkpoint", "doubled", "rolled back"):
+    for kind in (
+        "join",
+        "kill",
+        "kill-all",
+        "freeze",
+        "thaw",
+        "lease",
+        "checkpoint",
+        "doubled",
+        "rolled back",
+    ):
         assert happened[kind], kind
 
 

@@ -37,7 +37,8 @@ def layout_of(
 ) -> Layout:
     """A number is a float32 parameter segment of group 0."""
     made = tuple(
-        Segment(kind="param", dtype="float32", elements=s, group=0) if isinstance(s, int) else s for s in segments
+        Segment(kind="param", dtype="float32", elements=s, group=0) if isinstance(s, int) else s
+        for s in segments
     )
     return Layout(segments=made, block_bytes=block_bytes, digest=digest, optimizer=optimizer)
 
@@ -77,7 +78,9 @@ def push_header(
     )
 
 
-def async_header(task: int, start: int, end: int, minibatches: int, attempt: int = 1, **fields: Any) -> PushHeader:
+def async_header(
+    task: int, start: int, end: int, minibatches: int, attempt: int = 1, **fields: Any
+) -> PushHeader:
     return PushHeader(
         **{
             "job": JOB,
@@ -95,9 +98,18 @@ def async_header(task: int, start: int, end: int, minibatches: int, attempt: int
     )
 
 
-def pull_request(version: int | None, blocks: Iterable[int], wait_s: float = 0.0, **fields: Any) -> PullRequest:
+def pull_request(
+    version: int | None, blocks: Iterable[int], wait_s: float = 0.0, **fields: Any
+) -> PullRequest:
     return PullRequest(
-        **{"job": JOB, "generation": 1, "version": version, "blocks": tuple(blocks), "wait_s": wait_s, **fields}
+        **{
+            "job": JOB,
+            "generation": 1,
+            "version": version,
+            "blocks": tuple(blocks),
+            "wait_s": wait_s,
+            **fields,
+        }
     )
 
 
@@ -114,7 +126,9 @@ def values_of(layout: Layout, seed: int = 0) -> dict[int, torch.Tensor]:
     """Initial values of all blocks."""
     torch.manual_seed(seed)
     return {
-        block.number: torch.randint(0, 9, (block.elements,)) if block.dtype == "int64" else torch.randn(block.elements)
+        block.number: torch.randint(0, 9, (block.elements,))
+        if block.dtype == "int64"
+        else torch.randn(block.elements)
         for block in layout.blocks()
     }
 
@@ -159,7 +173,9 @@ def check_invariants(pserver: Pserver) -> None:
         for node in state.tree.nodes.values():
             assert node.buffer is None or node.buffer.references == 1
     kept = {id(b): b for s in pserver.store.blocks.values() for b in [s.current, s.previous] if b is not None}
-    waiting = [n.buffer for s in pserver.store.blocks.values() for n in s.tree.nodes.values() if n.buffer is not None]
+    waiting = [
+        n.buffer for s in pserver.store.blocks.values() for n in s.tree.nodes.values() if n.buffer is not None
+    ]
     held = sum(buffer.view.nbytes for buffer in [*kept.values(), *waiting])
     assert pserver.store.pool.allocated_bytes == held + pserver.store.pool.free_bytes
 

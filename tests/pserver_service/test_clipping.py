@@ -1,4 +1,5 @@
-"""A parameter server that clips: whole gradients are held until the norm of all of them is known, whoever tells it."""
+"""A parameter server that clips: whole gradients are held until the norm of all of them is known, whoever
+tells it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from trireme_shared.protocol.records.layout import Segment
 from trireme_shared.protocol.wire.messages import InitBlock, StepNorm
 from trireme_shared.serving.pserver import Pserver
 
-LAYOUT = layout_of(40, Segment(kind="buffer", dtype="float32", elements=8), optimizer=PLAIN)  # 16, 16, 8; 8 of buffers
+# 16, 16, 8; 8 of buffers
+LAYOUT = layout_of(40, Segment(kind="buffer", dtype="float32", elements=8), optimizer=PLAIN)
 LIMIT = 1.5
 GRADIENTS = {
     0: torch.linspace(-1, 1, 16),
@@ -113,7 +115,9 @@ async def test_a_pull_waits_while_data_is_missing(held):
     assert end.code == "TOO_EARLY"
     _, end = await pulled(pserver, pull_request(2, [0]))
     assert (end.code, end.squares) == ("HELD", ((0, 16.0),))
-    await push_all(pserver, 1, {number: torch.zeros_like(values) for number, values in GRADIENTS.items() if number})
+    await push_all(
+        pserver, 1, {number: torch.zeros_like(values) for number, values in GRADIENTS.items() if number}
+    )
     _, end = await pulled(pserver, pull_request(2, range(4)))
     assert end.code == "HELD"
 
@@ -136,6 +140,8 @@ async def test_a_norm_that_is_not_finite_follows_the_jobs_setting(on_nonfinite):
         assert torch.equal(found[number], values[number])
     assert torch.equal(found[3], values[3] if on_nonfinite == "skip" else GRADIENTS[3])
     await push_all(pserver, 1)
-    found, _ = await pulled(pserver, pull_request(2, range(4), norm=StepNorm(timeline=0, step=1, norm=math.nan)))
+    found, _ = await pulled(
+        pserver, pull_request(2, range(4), norm=StepNorm(timeline=0, step=1, norm=math.nan))
+    )
     assert all(bool(found[number].isnan().all()) is (on_nonfinite == "ignore") for number in range(3))
     check_invariants(pserver)

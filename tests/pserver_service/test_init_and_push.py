@@ -175,8 +175,16 @@ async def test_a_state_that_is_not_of_its_optimizer_is_refused(block, state, pay
 @pytest.mark.parametrize(
     ("layout", "error", "message"),
     [
-        (layout_of(Segment(kind="param", dtype="complex64", elements=4, group=0)), InvalidArgument, "'complex64'"),
-        (layout_of(Segment(kind="secret", dtype="float32", elements=4, group=0)), InvalidArgument, "kind 'secret'"),
+        (
+            layout_of(Segment(kind="param", dtype="complex64", elements=4, group=0)),
+            InvalidArgument,
+            "'complex64'",
+        ),
+        (
+            layout_of(Segment(kind="secret", dtype="float32", elements=4, group=0)),
+            InvalidArgument,
+            "kind 'secret'",
+        ),
         (
             layout_of(Segment(kind="param", dtype="int64", elements=4, group=0)),
             InvalidArgument,
@@ -188,7 +196,9 @@ async def test_a_state_that_is_not_of_its_optimizer_is_refused(block, state, pay
         (layout_of(1 << 60), TooLarge, "at most 1048576; use larger blocks"),
     ],
 )
-async def test_layouts_that_make_no_sense_are_refused_before_anything_is_allocated(layout: Layout, error, message):
+async def test_layouts_that_make_no_sense_are_refused_before_anything_is_allocated(
+    layout: Layout, error, message
+):
     pserver = Pserver(JOB, "ps-1", index=0)
     with pytest.raises(error, match=message):
         await pserver.init(init_header(layout), stream())
@@ -212,7 +222,9 @@ async def test_messages_of_another_job_index_or_protocol_are_refused(pserver):
 
 async def test_a_push_of_an_older_generation_is_refused(pserver):
     await pserver.push(*whole_step(0, generation=3))
-    with pytest.raises(StaleGeneration, match="generation 2 is stale: pserver-0 has seen 3; read the lanes again"):
+    with pytest.raises(
+        StaleGeneration, match="generation 2 is stale: pserver-0 has seen 3; read the lanes again"
+    ):
         await pserver.push(*whole_step(1, generation=2))
     assert (await pserver.info()).highest == 1
 
@@ -261,7 +273,9 @@ async def test_a_block_of_another_pserver_is_refused():
 
 
 async def test_lanes_whose_readers_position_is_missing_are_refused(pserver):
-    answer = await pserver.push(push_header(0, lanes=(0, 1)), stream(item(0, ONES, (0, 4)), item(1, ONES, (0, 2))))
+    answer = await pserver.push(
+        push_header(0, lanes=(0, 1)), stream(item(0, ONES, (0, 4)), item(1, ONES, (0, 2)))
+    )
     assert (answer.applied, [refusal.code for refusal in answer.refused]) == (1, ["LAYOUT_MISMATCH"])
 
 
@@ -312,7 +326,10 @@ async def test_buffers_are_means_over_lanes_and_integers_those_of_lane_zero():
     floats = [torch.randn(8) for _ in range(4)]
     whole = [torch.arange(8) + lane for lane in range(4)]
     for lane in (2, 0, 3, 1):
-        items = [item(0, floats[lane], (lane, lane + 1), 4 + lane), item(1, whole[lane], (lane, lane + 1), 4 + lane)]
+        items = [
+            item(0, floats[lane], (lane, lane + 1), 4 + lane),
+            item(1, whole[lane], (lane, lane + 1), 4 + lane),
+        ]
         await pserver.push(push_header(0, lanes=[lane]), stream(*items))
     left = combine(floats[0].clone(), 4, floats[1].clone(), 5)
     mean, _ = combine(*left, *combine(floats[2].clone(), 6, floats[3].clone(), 7))
@@ -325,7 +342,9 @@ async def test_a_buffer_without_payload_is_unchanged_and_counts_with_its_value()
     pserver, values = await initialised(layout_of(Segment(kind="buffer", dtype="float32", elements=8)))
     other = torch.randn(8)
     for lane in range(4):
-        given = (PushBlock(block=0, lanes=(lane, lane + 1), count=4), b"") if lane else item(0, other, (0, 1), 2)
+        given = (
+            (PushBlock(block=0, lanes=(lane, lane + 1), count=4), b"") if lane else item(0, other, (0, 1), 2)
+        )
         answer = await pserver.push(push_header(0, lanes=[lane]), stream(given))
         assert answer.applied == 1
     left, _ = combine(other.clone(), 2, values[0].clone(), 4)
@@ -357,6 +376,10 @@ async def test_integer_buffers_of_asynchronous_jobs_are_added_to():
 
 async def test_read_only_payloads_are_left_as_they_are(pserver):
     gradient = payload_of(torch.full((16,), 3.0))
-    await pserver.push(push_header(0, lanes=(2, 3)), stream((PushBlock(block=0, lanes=(2, 4), count=3), gradient)))
-    await pserver.push(push_header(0, lanes=(0, 1)), stream((PushBlock(block=0, lanes=(0, 2), count=5), gradient)))
+    await pserver.push(
+        push_header(0, lanes=(2, 3)), stream((PushBlock(block=0, lanes=(2, 4), count=3), gradient))
+    )
+    await pserver.push(
+        push_header(0, lanes=(0, 1)), stream((PushBlock(block=0, lanes=(0, 2), count=5), gradient))
+    )
     assert gradient == payload_of(torch.full((16,), 3.0))

@@ -1,4 +1,5 @@
-"""Two trainers push the same lane, because one of them is late: it counts once, and who came first is known."""
+"""Two trainers push the same lane, because one of them is late: it counts once, and who came first is
+known."""
 
 from __future__ import annotations
 

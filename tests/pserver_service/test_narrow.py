@@ -1,4 +1,5 @@
-"""Payloads in bfloat16 and float16 at a parameter server: exact sizes, one cast for all readers, full precision inside."""
+"""Payloads in bfloat16 and float16 at a parameter server: exact sizes, one cast for all readers, full
+precision inside."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ async def push(pserver, *items, step: int = 0):
 async def test_gradients_and_parameters_travel_cast_over_every_transport(server, dtype):
     values = await server.initialise()
     gradients = {number: torch.randn(size).to(TORCH[dtype]) for number, size in SIZES.items()}
-    items = ((block(k, dtype, count=4), memoryview(bytearray(payload_of(value)))) for k, value in gradients.items())
+    items = (
+        (block(k, dtype, count=4), memoryview(bytearray(payload_of(value)))) for k, value in gradients.items()
+    )
     answer = await server.client.push(push_header(0), stream(*items))
     assert (answer.applied, answer.refused) == (len(SIZES), ())
     found = {number: torch.empty(size, dtype=TORCH[dtype]) for number, size in SIZES.items()}
@@ -146,7 +149,9 @@ async def test_an_unknown_dtype_is_a_bad_frame_and_changes_nothing(server, dtype
     await server.initialise()
     header = {"block": 0, "lanes": [0, 4], "count": 4, "dtype": dtype}
     async with server.any_client() as client:
-        [end] = await client.answer("push", codec.plain(push_header(0)), (header, cast("float32", 1.0, SIZES[0])))
+        [end] = await client.answer(
+            "push", codec.plain(push_header(0)), (header, cast("float32", 1.0, SIZES[0]))
+        )
         assert end["error"]["code"] == "BAD_FRAME"
     async with server.any_client() as client:
         [end] = await client.answer("pull", codec.plain(pull_request(0, (0,))) | {"dtype": dtype})
@@ -161,7 +166,8 @@ async def test_one_step_of_a_block_has_one_dtype():
     assert (applied, code) == (0, "LAYOUT_MISMATCH")
     assert "one dtype in a step" in message
     assert await push(pserver, (block(0, "bfloat16", (2, 4)), cast("bfloat16"))) == (1, [])
-    assert await push(pserver, (block(0, None), cast("float32")), step=1) == (1, [])  # another step, another dtype
+    # another step, another dtype
+    assert await push(pserver, (block(0, None), cast("float32")), step=1) == (1, [])
     check_invariants(pserver)
 
 
@@ -226,7 +232,8 @@ async def test_a_version_is_cast_once_for_all_readers(monkeypatch):
 async def test_a_reader_keeps_what_it_was_given_and_the_next_one_gets_what_is_new(mode):
     pserver, values = await initialised(MIXED, mode)
     old, new = (
-        pull_request(version, (0,), dtype="bfloat16") for version in ((0, 1) if mode is Mode.SYNC else (None, None))
+        pull_request(version, (0,), dtype="bfloat16")
+        for version in ((0, 1) if mode is Mode.SYNC else (None, None))
     )
     slow = pserver.pull(old)
     _, memory = await anext(slow)
@@ -246,7 +253,9 @@ async def test_a_reader_keeps_what_it_was_given_and_the_next_one_gets_what_is_ne
 async def test_an_update_in_place_is_seen_by_the_next_cast():
     pserver, values = await initialised(MIXED, Mode.ASYNC)
     for task in range(2):
-        await pserver.push(async_header(task, 0, 1, 1), stream((block(0, "float16", (0, 1)), cast("float16"))))
+        await pserver.push(
+            async_header(task, 0, 1, 1), stream((block(0, "float16", (0, 1)), cast("float16")))
+        )
         found = [part async for part in _payloads(pserver, "float16")]
         assert found == [payload_of((values[0] - 1 - task).half())]
     check_invariants(pserver)
@@ -278,7 +287,11 @@ async def test_memory_does_not_grow_with_steps():
     sizes = []
     for step in range(12):
         for lanes in ((0, 1), (2, 4), (1, 2)):
-            await push(pserver, *((block(n, "bfloat16", lanes), cast("bfloat16", 1.0, 16)) for n in (0, 1)), step=step)
+            await push(
+                pserver,
+                *((block(n, "bfloat16", lanes), cast("bfloat16", 1.0, 16)) for n in (0, 1)),
+                step=step,
+            )
         async for _ in pserver.pull(pull_request(step + 1, (0, 1), dtype="float16")):
             pass
         sizes.append(pserver.store.pool.allocated_bytes)
@@ -309,7 +322,8 @@ def test_a_cast_goes_back_with_its_values():
     values = pool.take("float32", 16)
     values.tensor.fill_(FINE)
     first = values.narrowed("bfloat16")
-    assert values.narrowed("float16") is not first  # another dtype replaces it; whoever has the first keeps it
+    # another dtype replaces it; whoever has the first keeps it
+    assert values.narrowed("float16") is not first
     assert first.references == 1
     first.release()
     values.cast.release()

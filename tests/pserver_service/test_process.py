@@ -28,7 +28,9 @@ async def start(*args: str, **environment: str) -> asyncio.subprocess.Process:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
     command = (sys.executable, "-m", "pserver_service", *args)
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*command, env=inherited | environment, stdout=pipe, stderr=pipe)
+    return await asyncio.create_subprocess_exec(
+        *command, env=inherited | environment, stdout=pipe, stderr=pipe
+    )
 
 
 async def ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
@@ -53,7 +55,9 @@ async def closing(etcd: Etcd):
 
 
 @pytest.mark.processes
-async def test_a_pserver_claims_its_index_serves_and_gives_it_back(embedded_etcd: EmbeddedEtcd, sockets: Path):
+async def test_a_pserver_claims_its_index_serves_and_gives_it_back(
+    embedded_etcd: EmbeddedEtcd, sockets: Path
+):
     async with closing(connect([embedded_etcd.url])) as etcd:
         settings = {"TRIREME_ETCD": embedded_etcd.url, "TRIREME_TOKEN": "boat", "TRIREME_UDS": str(sockets)}
         process = await start(TRIREME_JOB=JOB, **settings)

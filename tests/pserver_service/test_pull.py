@@ -100,7 +100,8 @@ async def test_a_pull_waits_for_each_block_and_sends_it_as_soon_as_it_is_there(p
     async def puller():
         async with aclosing(pserver.pull(pull_request(1, range(3), wait_s=30))) as answer:
             async for part in answer:
-                order.append(part.code if isinstance(part, PullEnd) else part[0].block)  # noqa: PERF401  seen from outside
+                # seen from outside
+                order.append(part.code if isinstance(part, PullEnd) else part[0].block)  # noqa: PERF401
 
     await pserver.push(*whole_step(0, 1))
     async with asyncio.TaskGroup() as group:
@@ -118,7 +119,9 @@ async def test_a_pull_that_waits_too_long_says_for_what(pserver):
     await pserver.push(*whole_step(0, 1))
     found, end = await pulled(pserver, pull_request(1, range(3), wait_s=0.02))
     assert list(found) == [1]
-    assert end == PullEnd(code="TOO_EARLY", message="2 blocks have not reached version 1 (block 0 is at 0): ask again")
+    assert end == PullEnd(
+        code="TOO_EARLY", message="2 blocks have not reached version 1 (block 0 is at 0): ask again"
+    )
 
 
 async def test_a_block_that_comes_in_the_moment_the_wait_runs_out_is_sent(pserver):
@@ -203,7 +206,9 @@ async def test_a_vanished_puller_leaves_nothing_behind(pserver):
 async def test_a_steady_state_allocates_nothing():
     lanes, layout = (
         8,
-        layout_of(512, block_bytes=1024, optimizer=OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({},))),
+        layout_of(
+            512, block_bytes=1024, optimizer=OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({},))
+        ),
     )
     pserver, _ = await initialised(layout, lanes=lanes)
     gradient = torch.ones(256)

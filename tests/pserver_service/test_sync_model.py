@@ -1,7 +1,8 @@
-"""design/models/sync_protocol.py against the product's own pserver: random schedules, and four ablations that must show.
+"""design/models/sync_protocol.py against the product's own pserver: random schedules, and four ablations that
+must show.
 
-Trainers join, die, freeze and wake at random between any two messages; when the faults stop, the run must end within a
-bound, and its parameters must have exactly the bits of the undisturbed run.
+Trainers join, die, freeze and wake at random between any two messages; when the faults stop, the run must end
+within a bound, and its parameters must have exactly the bits of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def undisturbed() -> torch.Tensor:
     params = torch.nn.Parameter(torch.cat(list(values_of(LAYOUT).values())))
     optimizer = torch.optim.SGD([params], lr=0.05, momentum=0.9)
     for step in range(STEPS):
-        params.grad, _ = node(0, LANES, {lane: gradient(params.detach(), step, lane) for lane in range(LANES)})
+        params.grad, _ = node(
+            0, LANES, {lane: gradient(params.detach(), step, lane) for lane in range(LANES)}
+        )
         optimizer.step()
     return params.detach()
 
@@ -211,7 +214,11 @@ def test_any_schedule_of_joins_deaths_and_zombies_ends_with_the_undisturbed_bits
 def test_without_the_previous_version_a_torn_step_is_not_repaired(monkeypatch):
     def pull(self, version):
         return (
-            self.current if version == self.version else Verdict.TOO_EARLY if version > self.version else Verdict.GONE
+            self.current
+            if version == self.version
+            else Verdict.TOO_EARLY
+            if version > self.version
+            else Verdict.GONE
         )
 
     monkeypatch.setattr(BlockState, "pull", pull)

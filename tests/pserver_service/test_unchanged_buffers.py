@@ -1,5 +1,5 @@
-"""Pulls of a trainer that says what it has: buffers that are still the same come without their values, bit for bit as if they
-had come."""
+"""Pulls of a trainer that says what it has: buffers that are still the same come without their values, bit
+for bit as if they had come."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ ZEROS = torch.zeros(16)
 
 
 class Puller:
-    """A trainer's two vectors and what it says about the one in use. `came`: the blocks of the last pull whose values came."""
+    """A trainer's two vectors and what it says about the one in use. `came`: the blocks of the last pull
+    whose values came."""
 
     def __init__(self):
         self.current, self.staging, self.known, self.named, self.came = {}, {}, "", "", []
@@ -90,7 +91,9 @@ def left_alone(block, lanes=(0, 4)):
 
 def step_of(step, *changed, **fields):
     """`changed`: (block, its values)."""
-    items = {number: left_alone(number) for number in (TABLE, MEAN, COUNTER)} | {PARAMETER: item(PARAMETER, ZEROS + 1)}
+    items = {number: left_alone(number) for number in (TABLE, MEAN, COUNTER)} | {
+        PARAMETER: item(PARAMETER, ZEROS + 1)
+    }
     return push_header(step, **fields), stream(
         *(items | {block: item(block, values) for block, values in changed}).values()
     )
@@ -131,7 +134,9 @@ async def test_who_says_nothing_gets_everything_and_hears_nothing_new():
         await whole(pserver, step + 1)
 
 
-@pytest.mark.parametrize("known", ["", "@0", "ps-1/1@", "ps-1/1@x", "ps-1/1@²", "ps-1/1@-1", "ps-1/2@0", "ps-2/1@0"])
+@pytest.mark.parametrize(
+    "known", ["", "@0", "ps-1/1@", "ps-1/1@x", "ps-1/1@²", "ps-1/1@-1", "ps-1/2@0", "ps-2/1@0"]
+)
 async def test_a_name_that_this_pserver_did_not_give_names_nothing(known):
     pserver, _ = await initialised(LAYOUT)
     puller = Puller()
@@ -161,7 +166,8 @@ async def test_who_lags_or_is_ahead_gets_the_bits_of_the_version_it_asks_for():
 
 
 async def test_values_that_come_back_after_a_change_come_again():
-    """0 -> 1 -> 0 in three versions: the name says a version, and what it had then is no longer known to be the same."""
+    """0 -> 1 -> 0 in three versions: the name says a version, and what it had then is no longer known to be
+    the same."""
     pserver, values = await initialised(LAYOUT)
     puller = Puller()
     await puller.step(pserver, 0)
@@ -191,7 +197,8 @@ async def another_store(mode=Mode.SYNC, seed=1):
 
 
 async def after_a_restore(mode, version):
-    """(blocks that came, bits that the puller has, bits that it should have) after the pserver loaded other values."""
+    """(blocks that came, bits that the puller has, bits that it should have) after the pserver loaded other
+    values."""
     pserver, _ = await initialised(LAYOUT, mode)
     puller = Puller()
     await puller.step(pserver, version)
@@ -274,7 +281,9 @@ async def random_job(seed):
     pserver, values = await initialised(LAYOUT)
     pullers, right = [Puller(), Puller()], True
     for step in range(30):
-        changed = [(n, torch.full((16,), float(rng.randrange(2)))) for n in (TABLE, MEAN) if rng.random() < 0.4]
+        changed = [
+            (n, torch.full((16,), float(rng.randrange(2)))) for n in (TABLE, MEAN) if rng.random() < 0.4
+        ]
         if rng.random() < 0.3:
             changed.append((COUNTER, values[COUNTER] + rng.randrange(2)))
         await pserver.push(*step_of(step, *changed))

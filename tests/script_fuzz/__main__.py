@@ -1,4 +1,5 @@
-"""Generated scripts on all surfaces: `python -m tests.script_fuzz --scripts 500 --seed S`; or one mutation: `--only NAME`."""
+"""Generated scripts on all surfaces: `python -m tests.script_fuzz --scripts 500 --seed S`; or one mutation:
+`--only NAME`."""
 # ruff: noqa: T201
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which mutations the scripts have. The first scripts have all mutations between them, the others are drawn."""
+"""Which mutations the scripts have. The first scripts have all mutations between them, the others are
+drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def drawn(seed: int, scripts: int) -> list[Mutations]:
 
 
 def covering(rng: random.Random) -> list[Mutations]:
-    """Each mutation in one script: alone, if the script may be refused, since nothing else of it is trained then."""
+    """Each mutation in one script: alone, if the script may be refused, since nothing else of it is trained
+    then."""
     single = [(mutation,) for mutation in CATALOGUE if mutation.is_single]
     rest, made = [mutation for mutation in CATALOGUE if not mutation.is_single], []
     while rest:
@@ -31,7 +33,8 @@ def covering(rng: random.Random) -> list[Mutations]:
 
 
 def together(rng: random.Random, mutations: Sequence[Mutation], most: int) -> Mutations:
-    """Some that fit. A loop's own code goes with a loop's own code, so that the others are also tried as functions."""
+    """Some that fit. A loop's own code goes with a loop's own code, so that the others are also tried as
+    functions."""
     shuffled = rng.sample(mutations, len(mutations))
     chosen = [shuffled[0]]
     for mutation in shuffled[1:]:

@@ -1,4 +1,5 @@
-"""The oracle: a script is trained as plain PyTorch trains it, bit for bit, or it is refused with a name in the message."""
+"""The oracle: a script is trained as plain PyTorch trains it, bit for bit, or it is refused with a name in
+the message."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ ROUNDINGS = 1e-5
 
 
 class NoScript(Exception):
-    """Plain PyTorch itself cannot train a script of these mutations together, so it says nothing about Trireme."""
+    """Plain PyTorch itself cannot train a script of these mutations together, so it says nothing about
+    Trireme."""
 
 
 def judge(script: Script, part: int | None = None) -> dict[str, str]:
@@ -19,7 +21,8 @@ def judge(script: Script, part: int | None = None) -> dict[str, str]:
     surfaces, wrong = surfaces_of(script, part), dict[str, str]()
     try:
         expected = {
-            kind: reference(script, asynchronous=kind) for kind in {"asynchronous" in name for name in surfaces}
+            kind: reference(script, asynchronous=kind)
+            for kind in {"asynchronous" in name for name in surfaces}
         }
     except Exception as error:
         if len(script.mutations) > 1:
@@ -45,7 +48,11 @@ def problem_of(script: Script, outcome: Outcome, expected: State) -> str:
     if outcome.state is None:
         if not _is_finite(expected) and _is_about(("nan", "inf", "not finite"), outcome.refused):
             return ""
-        return "" if _named(script, outcome.refused) else f"refused, without one of {script.names}: {outcome.refused}"
+        return (
+            ""
+            if _named(script, outcome.refused)
+            else f"refused, without one of {script.names}: {outcome.refused}"
+        )
     rounds = any(mutation.rounds for mutation in script.mutations)
     if not (differing := differences(outcome.state, expected, ROUNDINGS if rounds else 0.0)):
         return ""

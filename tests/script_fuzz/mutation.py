@@ -11,13 +11,15 @@ STEP = 3  # the step at which a mutation that waits for one acts, counted from 0
 
 @dataclass(frozen=True)
 class Mutation:
-    """Code for the places of a script (see script.py). `names`: words of which a refusal must have one, ignoring case; () means that
-    the script has to be trained with the bits of plain PyTorch.
+    """Code for the places of a script (see script.py). `names`: words of which a refusal must have one,
+    ignoring case; () means that the script has to be trained with the bits of plain PyTorch.
 
-    Statements: `head` at the module's top; `init` and `forward` in the model's class, where `h` is the hidden layer; `build` with the model `m`;
-    `prepared` with the model `m` and its `opt`; `loss` with `model`, `batch`, `step`, `out` and `value`. Those of loops alone, with
-    `model`, `opt`, `batch`, `value` and `step`: `top` before the forward pass, `between` backward and step, `after` the step.
-    Expressions: `optimizer` of `m`; `scheduler` of `opt`; `returns` instead of `value`; `zero` instead of `opt.zero_grad()`.
+    Statements: `head` at the module's top; `init` and `forward` in the model's class, where `h` is the hidden
+    layer; `build` with the model `m`; `prepared` with the model `m` and its `opt`; `loss` with `model`,
+    `batch`, `step`, `out` and `value`. Those of loops alone, with `model`, `opt`, `batch`, `value` and
+    `step`: `top` before the forward pass, `between` backward and step, `after` the step. Expressions:
+    `optimizer` of `m`; `scheduler` of `opt`; `returns` instead of `value`; `zero` instead of
+    `opt.zero_grad()`.
     """
 
     name: str
@@ -37,7 +39,9 @@ class Mutation:
     between: str = ""
     after: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    modes: bool = False  # the model's modes are others before or after it: with a second such one plain PyTorch has others in the next step
+    # the model's modes are others before or after it: with a second such one plain PyTorch has others in the
+    # next step
+    modes: bool = False
     alone: bool = False  # it does not go with others
     rounds: bool = False  # documented: the same arithmetic, with other roundings
 

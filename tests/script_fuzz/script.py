@@ -1,4 +1,5 @@
-"""The text of a script: the plain one, with the code of its mutations. The same code in functions, in a loop, and in plain PyTorch."""
+"""The text of a script: the plain one, with the code of its mutations. The same code in functions, in a loop,
+and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import numpy as np
 from tests.script_fuzz.mutation import Mutation
 
 RECORDS, SEED = 28, 7
-SETTINGS = {"epochs": 2, "global_batch_size": 8, "records_per_task": 16, "seed": SEED, "lanes": 1, "block_bytes": 256}
+SETTINGS = {
+    "epochs": 2,
+    "global_batch_size": 8,
+    "records_per_task": 16,
+    "seed": SEED,
+    "lanes": 1,
+    "block_bytes": 256,
+}
 OPTIMIZER = "torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)"
 
 HEAD = """
@@ -141,7 +149,9 @@ class Script:
 
     def functions(self, name: str) -> Path:
         scheduler = "scheduler = build_scheduler" if self._one("scheduler") else ""
-        return self._write(name, FUNCTIONS.format(settings=self.settings, scheduler=scheduler, x=self.x, y=self.y))
+        return self._write(
+            name, FUNCTIONS.format(settings=self.settings, scheduler=scheduler, x=self.x, y=self.y)
+        )
 
     def loop(self, name: str) -> Path:
         given = ", scheduler=build_scheduler(opt)" if self._one("scheduler") else ""
@@ -177,7 +187,11 @@ class Script:
     def _common(self) -> str:
         collate = self._one("collate")
         text = HEAD + self._code("head", 0)
-        text += f"\ndef collate(records):\n{textwrap.indent(textwrap.dedent(collate), '    ')}\n" if collate else ""
+        text += (
+            f"\ndef collate(records):\n{textwrap.indent(textwrap.dedent(collate), '    ')}\n"
+            if collate
+            else ""
+        )
         return text + MODEL.format(
             init=self._code("init", 8),
             forward=self._code("forward", 8),

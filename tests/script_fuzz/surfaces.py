@@ -1,4 +1,5 @@
-"""Where a script is trained, in this process: by `python script.py`, by jobs of both strategies and by asynchronous ones, as functions and as a loop.
+"""Where a script is trained, in this process: by `python script.py`, by jobs of both strategies and by
+asynchronous ones, as functions and as a loop.
 
 Each gives an Outcome: the trained state_dict, or why it was refused.
 """
@@ -50,7 +51,8 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """`state`: trained; else `refused` says why, and `crashed` is the traceback of what nobody meant to raise. `told`: warnings."""
+    """`state`: trained; else `refused` says why, and `crashed` is the traceback of what nobody meant to
+    raise. `told`: warnings."""
 
     state: State | None = None
     refused: str = ""
@@ -59,7 +61,8 @@ class Outcome:
 
 
 def reference(script: Script, *, asynchronous: bool = False) -> State:
-    """By plain PyTorch, with the random numbers of a synchronous or an asynchronous job. Raises what the script raises."""
+    """By plain PyTorch, with the random numbers of a synchronous or an asynchronous job. Raises what the
+    script raises."""
     module: dict[str, Any] = {"__name__": "plain"}
     with _own_warnings(), _nothing_left():
         torch.set_num_threads(1)
@@ -105,7 +108,9 @@ def plain_functions(script: Script) -> Outcome:
 
     def train() -> Outcome:
         user, said = load(script.functions("fuzz_plain")), list[str]()
-        return Outcome(dict(run(user, plain_spec(user, {}), said.append).model.state_dict()), told=tuple(said))
+        return Outcome(
+            dict(run(user, plain_spec(user, {}), said.append).model.state_dict()), told=tuple(said)
+        )
 
     return _outcome(train)
 
@@ -130,7 +135,9 @@ def job(script: Script, kind: str, *, loop: bool) -> Outcome:
     name = f"fuzz_{'loop' if loop else 'functions'}_{kind}"
     path = script.loop(name) if loop else script.functions(name)
     spec = spec_of(script, path, name, **JOBS[kind])
-    return _outcome(lambda: asyncio.run(_trained(spec, collective if kind == "collective" else with_pservers)))
+    return _outcome(
+        lambda: asyncio.run(_trained(spec, collective if kind == "collective" else with_pservers))
+    )
 
 
 async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
@@ -139,7 +146,11 @@ async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
         before_the_run = made.computes["trainer-0-x"].minibatch.modes.notice  # by the check of `trireme run`
         ended, left = asyncio.ensure_future(made.ended(LIMIT_S)), made.running["trainer-0-x"]
         await asyncio.wait([ended, left], return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done() and isinstance(died := left.result(), Exception) and not isinstance(died, TriremeError):
+        if (
+            not ended.done()
+            and isinstance(died := left.result(), Exception)
+            and not isinstance(died, TriremeError)
+        ):
             ended.cancel()
             return Outcome(crashed=_lines(died))
         state = await ended
@@ -240,7 +251,8 @@ def _single_error() -> Iterator[None]:
 
 @contextmanager
 def _nothing_left() -> Iterator[None]:
-    """Hooks of all optimizers, and settings of torch: those of a script would also be there in the next one."""
+    """Hooks of all optimizers, and settings of torch: those of a script would also be there in the next
+    one."""
     hooks = [vars(optimizer)[f"_global_optimizer_{place}_hooks"] for place in ("pre", "post")]
     before = [dict(each) for each in hooks]
     threads = torch.get_num_threads()

@@ -1,4 +1,5 @@
-"""Scripts that differ from a plain one in many ways: each is trained as plain PyTorch trains it, or refused by name, on every surface."""
+"""Scripts that differ from a plain one in many ways: each is trained as plain PyTorch trains it, or refused
+by name, on every surface."""
 
 from __future__ import annotations
 
@@ -47,9 +48,13 @@ def mutation(name):
 
 
 def some_of_the_covering():
-    """All that have several mutations, and as many of the others as make IN_CI: evenly, from all parts of the catalogue."""
+    """All that have several mutations, and as many of the others as make IN_CI: evenly, from all parts of the
+    catalogue."""
     scripts = covering(random.Random(0))
-    several, single = [each for each in scripts if len(each) > 1], [each for each in scripts if len(each) == 1]
+    several, single = (
+        [each for each in scripts if len(each) > 1],
+        [each for each in scripts if len(each) == 1],
+    )
     wanted = IN_CI - len(several)
     return several + [single[number * len(single) // wanted] for number in range(wanted)]
 

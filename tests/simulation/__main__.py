@@ -1,4 +1,5 @@
-"""Replay one seed and print everything: `python -m tests.simulation --mode sync --seed 7`; or try many: `--seeds 100`."""
+"""Replay one seed and print everything: `python -m tests.simulation --mode sync --seed 7`; or try many:
+`--seeds 100`."""
 # ruff: noqa: T201
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def main() -> int:
         spent = time.perf_counter() - began
         if outcome.violations or options.seeds == 1:
             print(
-                f"seed {seed}: {outcome.seconds:.1f} s virtual, {spent:.2f} s, {outcome.callbacks} callbacks {outcome.counts}"
+                f"seed {seed}: {outcome.seconds:.1f} s virtual, {spent:.2f} s, {outcome.callbacks} "
+                f"callbacks {outcome.counts}"
             )
             print(f"  {outcome}" if outcome.violations else "  no violation")
     print(f"{options.seeds} seeds, {failed} failed")

@@ -1,4 +1,5 @@
-"""Safeguards, each of which can be switched off: the simulation must then find a broken promise (style.md, 17).
+"""Safeguards, each of which can be switched off: the simulation must then find a broken promise (style.md,
+17).
 
 Each is the product's own small function, replaced while the block runs.
 """
@@ -159,7 +160,9 @@ def no_pushes_without_rows() -> Any:
 
 def no_rows_in_checkpoints() -> Any:
     """Checkpoints have the blocks alone."""
-    return replaced(TableLoader, "load", lambda self, url, part, other: stored.read_part(url, self.ref, part, other))
+    return replaced(
+        TableLoader, "load", lambda self, url, part, other: stored.read_part(url, self.ref, part, other)
+    )
 
 
 def no_kept_chains() -> Any:
@@ -221,7 +224,9 @@ def no_copy_on_write() -> Any:
                     record.view(np.float32)[4 : 4 + self.width] = there
             return records, finite
 
-    return replaced(TableRows, "copies", lambda self: [WithoutCopies(table, new_lock()) for table in self.tables])
+    return replaced(
+        TableRows, "copies", lambda self: [WithoutCopies(table, new_lock()) for table in self.tables]
+    )
 
 
 def _both(*blocks: contextlib.AbstractContextManager[None]) -> contextlib.ExitStack:

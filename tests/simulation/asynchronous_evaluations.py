@@ -1,4 +1,5 @@
-"""What evaluations of an asynchronous job must give, whoever dies: no two runs have the same versions, so each is checked against itself."""
+"""What evaluations of an asynchronous job must give, whoever dies: no two runs have the same versions, so
+each is checked against itself."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def done_evaluations(cluster: SimulatedCluster) -> list[Evaluation]:
 
 
 def asynchronous_evaluations(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
-    """Numbered without a gap, each of one version that was pinned, with the sums of each record once; the best one is exported; training
-    ends early if they say so, and only then."""
+    """Numbered without a gap, each of one version that was pinned, with the sums of each record once; the
+    best one is exported; training ends early if they say so, and only then."""
     job, trace = cluster.plan.job, cluster.trace
     found = done_evaluations(cluster)
     if [one.number for one in found] != list(range(1, len(found) + 1)):
@@ -39,7 +40,8 @@ def asynchronous_evaluations(cluster: SimulatedCluster, every: int | str) -> Ite
     if any(first >= second for first, second in pairwise(points)):
         yield f"evaluations at minibatches {[one.step for one in found]} are not one for each {between}"
     versions = {
-        tuple(sorted(evaluated(job, vectors, rows).items())): held for held, (vectors, rows) in trace.pinned.items()
+        tuple(sorted(evaluated(job, vectors, rows).items())): held
+        for held, (vectors, rows) in trace.pinned.items()
     }
     lost, torn = lost_minibatches(cluster), torn_pushes(cluster)
     for vectors, rows in trace.pinned.values():
@@ -47,7 +49,9 @@ def asynchronous_evaluations(cluster: SimulatedCluster, every: int | str) -> Ite
     for one in found:
         if one.left_out or tuple(sorted(one.metrics.items())) not in versions:
             yield f"evaluation {one.number} is of no version that was pinned: {one}"
-    status = EvaluationStatus.model_validate_json(cluster.simulated.value(cluster.keys.evaluation_status) or b"{}")
+    status = EvaluationStatus.model_validate_json(
+        cluster.simulated.value(cluster.keys.evaluation_status) or b"{}"
+    )
     if status.running is not None or status.settled != len(found):
         yield f"at the end there are {len(found)} evaluations, and their status is {status}"
     yield from _best(cluster, found, versions)
@@ -55,8 +59,8 @@ def asynchronous_evaluations(cluster: SimulatedCluster, every: int | str) -> Ite
 
 
 def lost_minibatches(cluster: SimulatedCluster) -> int:
-    """That parameter servers lacked after they came back from a checkpoint, as far as it was ever on record: a later roll-back may undo
-    it, versions that were evaluated before keep it."""
+    """That parameter servers lacked after they came back from a checkpoint, as far as it was ever on record:
+    a later roll-back may undo it, versions that were evaluated before keep it."""
     most: dict[str, int] = {}
     key = cluster.keys.losses.encode()
     for event in cluster.simulated.store.history:
@@ -69,8 +73,8 @@ def lost_minibatches(cluster: SimulatedCluster) -> int:
 
 
 def torn_pushes(cluster: SimulatedCluster) -> int:
-    """That a version may have at some blocks and not at others: one of each trainer that was left out of its cut, or had left before. Quiet
-    jobs have none."""
+    """That a version may have at some blocks and not at others: one of each trainer that was left out of its
+    cut, or had left before. Quiet jobs have none."""
     state, pause = cluster.keys.state.encode(), cluster.keys.pause.encode()
     trainers, left_out, gone = cluster.keys.trainers.encode(), 0, set()
     for event in cluster.simulated.store.history:
@@ -88,8 +92,9 @@ def torn_pushes(cluster: SimulatedCluster) -> int:
 def _rows_of_another_instant(
     job: Job, values: np.ndarray[Any, Any], rows: PinnedRows | None, lost: int, torn: int
 ) -> Iterator[str]:
-    """The first block and the table count the same: how often each record was trained. `lost`: minibatches that are on record as lost at
-    one parameter server, so that its block or its rows lack them and the others do not; each counts 1 in all, as each of `torn` pushes."""
+    """The first block and the table count the same: how often each record was trained. `lost`: minibatches
+    that are on record as lost at one parameter server, so that its block or its rows lack them and the others
+    do not; each counts 1 in all, as each of `torn` pushes."""
     if rows is None:
         return
     names = range(sum(job.files))
@@ -99,7 +104,8 @@ def _rows_of_another_instant(
     apart = np.abs(counted - of_rows)
     if apart.max() > TOLERANCE and apart.sum() > lost + torn + TOLERANCE * len(names):
         yield (
-            f"an evaluation had rows {of_rows.tolist()} beside blocks {counted.tolist()}, with {lost} minibatches on record as "
+            f"an evaluation had rows {of_rows.tolist()} beside blocks {counted.tolist()}, with "
+            f"{lost} minibatches on record as "
             f"lost and at most {torn} torn pushes: they are of two instants"
         )
 
@@ -113,7 +119,11 @@ def _best(
     first = min(found, key=lambda one: one.metrics[metric] * (1 if lowest else -1))
     best = cluster.state.result.best
     # the sums after training have no `value`, so the last version never is the best one
-    if best is None or (best.number, best.step, best.value) != (first.number, first.step, first.metrics[metric]):
+    if best is None or (best.number, best.step, best.value) != (
+        first.number,
+        first.step,
+        first.metrics[metric],
+    ):
         yield f"the best evaluation is {first}, the job says {best}"
     elif cluster.trace.best[-1] != versions.get(tuple(sorted(first.metrics.items()))):
         yield f"evaluation {first.number} is the best one, other parameters were exported"
@@ -127,4 +137,7 @@ def _stop(cluster: SimulatedCluster, found: list[Evaluation]) -> Iterator[str]:
         patience = patience_after(patience, one.metrics, stop)
     over = patience is not None and patience.over
     if cluster.state.result.stopped_step is not None and not over:
-        yield f"training ended early at minibatch {cluster.state.result.stopped_step} although no evaluation says so"
+        yield (
+            f"training ended early at minibatch {cluster.state.result.stopped_step} although no "
+            "evaluation says so"
+        )

@@ -8,7 +8,8 @@ from trireme_shared.serving.core.store import Store
 
 
 def versions_apart(stores: Sequence[tuple[int, Store]], owner_of: Callable[[int], int | None]) -> list[int]:
-    """All versions if they differ by more than one, which must never be; else none. `stores`: with the index of the parameter server."""
+    """All versions if they differ by more than one, which must never be; else none. `stores`: with the index
+    of the parameter server."""
     versions = [state.version for _, store in stores for state in store.blocks.values()]
     if (
         versions and max(versions) - min(versions) > 1

@@ -1,7 +1,7 @@
 """The simulated etcd with checks inside: each write is checked the moment it is executed.
 
-Checked: who may write what (fencing of masters and sweepers), that terms and generations never go back, that a task of the
-queue is in one place only, and at one trainer only.
+Checked: who may write what (fencing of masters and sweepers), that terms and generations never go back, that
+a task of the queue is in one place only, and at one trainer only.
 """
 
 from __future__ import annotations
@@ -16,24 +16,40 @@ from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.simulation.checkpoint_checker import CheckpointChecker
 from tests.simulation.task_checker import TaskChecker
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Mode, Phase, SlotMap
+from trireme_shared.protocol.records import (
+    Dispatch,
+    JobSpec,
+    JobState,
+    MasterAddress,
+    MasterLock,
+    Mode,
+    Phase,
+    SlotMap,
+)
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 from trireme_shared.protocol.records.operations import Operation
 
 
 @dataclass(frozen=True)
 class CheckpointBound:
-    """The oldest checkpoint that a request may get: its step (asynchronous: its number) in the timeline of the request."""
+    """The oldest checkpoint that a request may get: its step (asynchronous: its number) in the timeline of
+    the request."""
 
     timeline: int
     step: int
 
 
 class CheckedEtcd(SimulatedEtcd):
-    """`violations` grow; `url_of(client)` names the master behind a client; `version()`: the lowest of all blocks."""
+    """`violations` grow; `url_of(client)` names the master behind a client; `version()`: the lowest of all
+    blocks."""
 
     def __init__(
-        self, keys: Keys, network: Network, url_of: Callable[[str], str], version: Callable[[], int], spec: JobSpec
+        self,
+        keys: Keys,
+        network: Network,
+        url_of: Callable[[str], str],
+        version: Callable[[], int],
+        spec: JobSpec,
     ) -> None:
         super().__init__(rng=network.rng)
         self.leader_lock = keys.master_lock if spec.dispatch is Dispatch.MASTER else keys.sweep_lock
@@ -109,13 +125,16 @@ class CheckedEtcd(SimulatedEtcd):
             self.violations.append(f"{client} wrote {key} while {holder} held {self.leader_lock}")
 
     def _is_trainers(self, client: str, key: str, kv: dict[str, Any]) -> bool:
-        """What any trainer of a masterless job may write: the queue, the stages that follow from it, and requests."""
+        """What any trainer of a masterless job may write: the queue, the stages that follow from it, and
+        requests."""
         if key.startswith(self.keys.operations) or key in (self.keys.checkpoint_request, self.keys.commit):
             return True
         if not client.startswith("trainer"):
             return False
         if key != self.keys.state:
-            return (key.startswith(self.keys.tasks) and key != self.keys.task_meta) or self._closes_epoch(key, kv)
+            return (key.startswith(self.keys.tasks) and key != self.keys.task_meta) or self._closes_epoch(
+                key, kv
+            )
         new, old = JobState.model_validate_json(kv["value"]), self.state
         return (new.generation, new.timeline) == (old.generation, old.timeline)
 
@@ -126,7 +145,9 @@ class CheckedEtcd(SimulatedEtcd):
         if key == self.keys.state:
             state = JobState.model_validate_json(kv["value"])
             if state.generation < self.state.generation:
-                self.violations.append(f"generation went back from {self.state.generation} to {state.generation}")
+                self.violations.append(
+                    f"generation went back from {self.state.generation} to {state.generation}"
+                )
             if self.state.phase.final and not renewed and state.phase is not self.state.phase:
                 self.violations.append(f"the job left {self.state.phase} for {state.phase}")
             if state.phase is Phase.FAILED:
@@ -170,7 +191,7 @@ class CheckedEtcd(SimulatedEtcd):
 
     def names(self, prefix: str) -> set[str]:
         first = prefix.encode()
-        kvs = self.store.execute("/kv/range", {"key": first, "range_end": first[:-1] + b"0", "keys_only": True}).get(
-            "kvs", ()
-        )
+        kvs = self.store.execute(
+            "/kv/range", {"key": first, "range_end": first[:-1] + b"0", "keys_only": True}
+        ).get("kvs", ())
         return {self.keys.name_of(kv["key"].decode()) for kv in kvs}

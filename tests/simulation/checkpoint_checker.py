@@ -1,5 +1,5 @@
-"""Checks every new `checkpoints/latest`: each checkpoint it names can be loaded at once, holds one version, and has the same
-bits as every other checkpoint of that version."""
+"""Checks every new `checkpoints/latest`: each checkpoint it names can be loaded at once, holds one version,
+and has the same bits as every other checkpoint of that version."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class CheckpointChecker:
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
     def _rows_of(self, ref: CheckpointRef, manifest: Manifest) -> bytes:
-        """Of its table, as a parameter server that has all slots loads them: out of a whole part, or of one and deltas."""
+        """Of its table, as a parameter server that has all slots loads them: out of a whole part, or of one
+        and deltas."""
         if not manifest.layout.tables:
             return b""
         slots = manifest.slots.model_copy(update={"owners": (0,) * len(manifest.slots.owners)})

@@ -1,6 +1,8 @@
-"""One simulated cluster: etcd, masters, pservers and trainers as processes on the virtual loop, run by the product's code.
+"""One simulated cluster: etcd, masters, pservers and trainers as processes on the virtual loop, run by the
+product's code.
 
-A *node* is a name that the launcher supervises: it starts a process for it, and a new incarnation after a death.
+A *node* is a name that the launcher supervises: it starts a process for it, and a new incarnation after a
+death.
 """
 
 from __future__ import annotations
@@ -72,10 +74,14 @@ class SimulatedCluster(Cluster):
 
     simulated: CheckedEtcd
 
-    def __init__(self, plan: Plan, rng: random.Random, mains: dict[str, Main], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: Plan, rng: random.Random, mains: dict[str, Main], say: Callable[[str], None]
+    ) -> None:
         spec = spec_of(plan)
         self.network = Network(rng)
-        super().__init__(spec, CheckedEtcd(Keys(spec.job), self.network, self._url_of, self.lowest_version, spec))
+        super().__init__(
+            spec, CheckedEtcd(Keys(spec.job), self.network, self._url_of, self.lowest_version, spec)
+        )
         self.plan = plan
         self.rng = rng
         self.trace = Trace()
@@ -126,7 +132,8 @@ class SimulatedCluster(Cluster):
             outcome = await main
         except (
             Exception
-        ) as error:  # what shared/trireme_shared/platform/runtime/service.py makes of it: exit code 1, or a traceback
+            # what shared/trireme_shared/platform/runtime/service.py makes of it: exit code 1, or a traceback
+        ) as error:
             outcome = 1
             self.say(f"{process.name} ends: {described(error)}")
             if not expected(error):
@@ -149,7 +156,9 @@ class SimulatedCluster(Cluster):
             return
         delay_s = node.restarts.delay_s(-signal.SIGTERM if code == 0 else code, now - node.started_s)
         if delay_s is None:
-            self.failures.append(f"{node.name} ended by itself too often, at last with {code}: the launcher gives up")
+            self.failures.append(
+                f"{node.name} ended by itself too often, at last with {code}: the launcher gives up"
+            )
         else:
             node.due_s = now + delay_s
 
@@ -198,8 +207,8 @@ class SimulatedCluster(Cluster):
             self._launcher.spawn(self.spectator.run())
 
     async def restart(self, pservers: int, trainers: int, after_s: float) -> None:
-        """A machine restarts: all processes die at once, also etcd and the launcher. The same command is given again with
-        other numbers of members. Only what etcd and the storage hold is left."""
+        """A machine restarts: all processes die at once, also etcd and the launcher. The same command is
+        given again with other numbers of members. Only what etcd and the storage hold is left."""
         self.say(f"kill everything; then {pservers} pservers and {trainers} trainers")
         for node in self.nodes.values():
             self.end_process(node)
@@ -248,10 +257,13 @@ class SimulatedCluster(Cluster):
                     queues = dispatcher.job.queues
                 except TriremeError:
                     continue
-                self.failures += [f"{kind}: {line}" for kind, queue in queues.items() for line in violations(queue)][:3]
+                self.failures += [
+                    f"{kind}: {line}" for kind, queue in queues.items() for line in violations(queue)
+                ][:3]
 
     def report_dead(self, name: str) -> None:
-        """The launcher saw its child exit and tells the master, once; without a master it revokes the leases itself."""
+        """The launcher saw its child exit and tells the master, once; without a master it revokes the leases
+        itself."""
 
         async def tell() -> None:
             try:
@@ -302,7 +314,9 @@ class SimulatedCluster(Cluster):
         limit = loop.time() + LEAVE_S
         while any(node.alive for node in self.nodes.values() if node.kind == "trainer"):
             if loop.time() > limit:
-                left = [node.process.name for node in self.nodes.values() if node.kind == "trainer" and node.alive]
+                left = [
+                    node.process.name for node in self.nodes.values() if node.kind == "trainer" and node.alive
+                ]
                 self.failures.append(f"{left} did not leave within {LEAVE_S:g} s after the end of the job")
                 return
             await asyncio.sleep(0.25)
@@ -315,7 +329,9 @@ class SimulatedCluster(Cluster):
         found = {
             pserver.index: pserver.store
             for pserver in services
-            if pserver is not None and pserver.timeline == self.state.timeline and self._is_registered(pserver)
+            if pserver is not None
+            and pserver.timeline == self.state.timeline
+            and self._is_registered(pserver)
         }
         return [(index, found[index]) for index in sorted(found) if found[index] is not None]
 
@@ -323,7 +339,9 @@ class SimulatedCluster(Cluster):
         """Of all blocks there are; 0 without one. Collective: the lowest that a trainer has."""
         if self.plan.strategy is Strategy.COLLECTIVE:
             return collective.lowest_version(self)
-        return min((state.version for _, store in self.stores() for state in store.blocks.values()), default=0)
+        return min(
+            (state.version for _, store in self.stores() for state in store.blocks.values()), default=0
+        )
 
     def _is_registered(self, pserver: Pserver) -> bool:
         value = self.simulated.value(self.keys.pserver(pserver.index))
@@ -357,8 +375,11 @@ class SimulatedCluster(Cluster):
         return owners[block % len(owners)] if owners else None
 
     def check_versions(self) -> None:
-        """Block versions differ by at most one, and no block can be changed at two parameter servers, at every moment."""
-        serving = [number for _, store in self.stores() for number, state in store.blocks.items() if not state.frozen]
+        """Block versions differ by at most one, and no block can be changed at two parameter servers, at
+        every moment."""
+        serving = [
+            number for _, store in self.stores() for number, state in store.blocks.items() if not state.frozen
+        ]
         if len(serving) > len(set(serving)) and len(self.failures) < 5:
             twice = {number for number in serving if serving.count(number) > 1}
             self.failures.append(f"blocks {sorted(twice)} are served by two parameter servers")
@@ -399,7 +420,8 @@ class SimulatedCluster(Cluster):
         for _ in range(UNWINDING_ROUNDS):
             await asyncio.sleep(0)
             left = _others()
-            if not left and not (left := _others()):  # dropping the first list may end a generator: a task closes it
+            # dropping the first list may end a generator: a task closes it
+            if not left and not (left := _others()):
                 return
             for task in left:
                 task.cancel()

@@ -1,7 +1,9 @@
-"""Collective jobs in the simulation: their plans, what trainers serve to each other, and what is checked of it.
+"""Collective jobs in the simulation: their plans, what trainers serve to each other, and what is checked of
+it.
 
-At every moment: no trainer takes a push of an older generation than one it has seen, the versions that trainers of a generation have are at
-most two apart, and trainers that have a version have the same bits of it.
+At every moment: no trainer takes a push of an older generation than one it has seen, the versions that
+trainers of a generation have are at most two apart, and trainers that have a version have the same bits of
+it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def collective_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
     faults = tuple(
         replace(fault, members=(0, fault.members[1])) for fault in drawn.faults if fault.kind not in NOT_HERE
     )
-    return replace(drawn, job=job, strategy=Strategy.COLLECTIVE, pservers=0, storage_s=0.0, faults=faults, requests=())
+    return replace(
+        drawn, job=job, strategy=Strategy.COLLECTIVE, pservers=0, storage_s=0.0, faults=faults, requests=()
+    )
 
 
 class CheckedSharePush(OpenPush):
@@ -55,13 +59,15 @@ class CheckedSharePush(OpenPush):
         verdict = super().take_block(item, view, memory)
         if verdict is Verdict.APPLIED and self._header.generation < checked.seen:
             checked.fail(
-                f"{checked.trainer} applied a push of generation {self._header.generation} after {checked.seen}"
+                f"{checked.trainer} applied a push of generation {self._header.generation} after "
+                f"{checked.seen}"
             )
         return verdict
 
 
 class CheckedShare(ShareServer):
-    """`seen`: the highest generation it has seen. `follows`: it had no share when the generation began, so it may be behind until it is open."""
+    """`seen`: the highest generation it has seen. `follows`: it had no share when the generation began, so it
+    may be behind until it is open."""
 
     def __init__(self, cluster: SimulatedCluster, trainer: str) -> None:
         super().__init__(cluster.keys.job, trainer)
@@ -81,7 +87,9 @@ class CheckedShare(ShareServer):
     def serve(self, store: MeanStore, timeline: int) -> None:
         complete = store.complete
 
-        def completed(version: int, arrived: Arrived, record: StepRecord, rows: Mapping[int, RowMeans]) -> None:
+        def completed(
+            version: int, arrived: Arrived, record: StepRecord, rows: Mapping[int, RowMeans]
+        ) -> None:
             complete(version, arrived, record, rows)
             check_complete(self._cluster, self)
 
@@ -92,12 +100,20 @@ class CheckedShare(ShareServer):
         state, store = self._cluster.state, self.store
         trains = self.timeline == state.timeline and state.phase is Phase.RUNNING
         if store is not None and store.own and trains and not self._nobody_made(store):
-            self.fail(f"{self.trainer} lost version {store.has}, although it is listed in generation {self.generation}")
+            self.fail(
+                f"{self.trainer} lost version {store.has}, although it is listed in generation "
+                f"{self.generation}"
+            )
         super().drop(generation)
 
     def _nobody_made(self, store: MeanStore) -> bool:
-        """Whether those who have a newer version than this trainer all joined at it, and whoever made it is gone: so nobody has its mean gradients."""
-        others = [share for share in shares(self._cluster) if share is not self and share.generation == self.generation]
+        """Whether those who have a newer version than this trainer all joined at it, and whoever made it is
+        gone: so nobody has its mean gradients."""
+        others = [
+            share
+            for share in shares(self._cluster)
+            if share is not self and share.generation == self.generation
+        ]
         newer = [share.store for share in others if share.store is not None and share.store.has > store.has]
         return bool(newer) and all(other.first_kept > other.has for other in newer)
 
@@ -108,7 +124,9 @@ class CheckedShare(ShareServer):
 
 def shares(cluster: SimulatedCluster) -> list[CheckedShare]:
     """Of the trainers that live and have something, in the job's timeline."""
-    found = [node.share for node in cluster.nodes.values() if node.alive and isinstance(node.share, CheckedShare)]
+    found = [
+        node.share for node in cluster.nodes.values() if node.alive and isinstance(node.share, CheckedShare)
+    ]
     return [share for share in found if share.store is not None and share.timeline == cluster.state.timeline]
 
 
@@ -135,12 +153,19 @@ def check_complete(cluster: SimulatedCluster, share: CheckedShare) -> None:
     assert store is not None
     for other in shares(cluster):
         theirs = other.store
-        if theirs is None or other is share or other.generation != share.generation or other.opened != share.opened:
+        if (
+            theirs is None
+            or other is share
+            or other.generation != share.generation
+            or other.opened != share.opened
+        ):
             continue
         shared = store.own and theirs.own and not (share.follows or other.follows)
         if shared and abs(theirs.has - store.has) > MOST_APART:
             share.fail(f"{share.trainer} has version {store.has}, {other.trainer} {theirs.has}")
-        if theirs.first_kept <= store.has <= theirs.has and digest_of(theirs, store.has) != digest_of(store, store.has):
+        if theirs.first_kept <= store.has <= theirs.has and digest_of(theirs, store.has) != digest_of(
+            store, store.has
+        ):
             share.fail(f"{share.trainer} and {other.trainer} have different bits of version {store.has}")
 
 

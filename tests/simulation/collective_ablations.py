@@ -1,4 +1,5 @@
-"""Safeguards of the direct exchange, each of which can be switched off: the simulation must then find a broken promise (style.md, 17)."""
+"""Safeguards of the direct exchange, each of which can be switched off: the simulation must then find a
+broken promise (style.md, 17)."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def no_statements() -> Any:
 
 
 def no_fence_before_statements() -> Any:
-    """What a trainer says that it has counts, although it may still complete a version of the generation before."""
+    """What a trainer says that it has counts, although it may still complete a version of the generation
+    before."""
 
     async def ask(self: MeanGradients, group: Group, place: int) -> PserverInfo:
         info = None
@@ -84,7 +86,8 @@ def no_pulls_thrown_away() -> Any:
 
 
 def numbers_that_repeat() -> Any:
-    """The master gives a new list of trainers the number that the one before has: nobody sees a new generation, and no fence tells them apart."""
+    """The master gives a new list of trainers the number that the one before has: nobody sees a new
+    generation, and no fence tells them apart."""
     regroup = membership.regroup
 
     def again(spec: JobSpec, state: JobState, *rest: Any) -> Decision[None]:
@@ -95,7 +98,8 @@ def numbers_that_repeat() -> Any:
 
 
 def no_verdict() -> Any:
-    """A trainer that another one does not answer makes the next generation for itself, without waiting for the master's."""
+    """A trainer that another one does not answer makes the next generation for itself, without waiting for
+    the master's."""
 
     async def ask(self: MeanGradients, group: Group, place: int) -> PserverInfo:
         try:
@@ -103,7 +107,10 @@ def no_verdict() -> Any:
                 while True:
                     with contextlib.suppress(PeerError):
                         info = await self.fleet.port(place).info()
-                        if info.ready and (info.generation, info.timeline) == (group.generation, self.server.timeline):
+                        if info.ready and (info.generation, info.timeline) == (
+                            group.generation,
+                            self.server.timeline,
+                        ):
                             return info.model_copy(update={"index": place})
                     await self.view.learn_addresses(group)
                     await asyncio.sleep(AGAIN_S)

@@ -1,4 +1,5 @@
-"""Collective jobs in the simulation, with what else may happen to them: storage that fails at single trainers, and jobs that are paused and resumed."""
+"""Collective jobs in the simulation, with what else may happen to them: storage that fails at single
+trainers, and jobs that are paused and resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def failing_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
         plan = replace(plan, moments=plan.moments[:1])
     if plan.evaluations_s > LONG_S:
         plan = replace(
-            plan, evaluate_every="epoch", job=replace(plan.job, evaluated_every=plan.job.evaluated_every and "epoch")
+            plan,
+            evaluate_every="epoch",
+            job=replace(plan.job, evaluated_every=plan.job.evaluated_every and "epoch"),
         )
     plan = replace(plan, storage_faults=storage_faults(rng, 1.5 * plan.window_s, plan.trainers))
     if dispatch is Dispatch.MASTER:

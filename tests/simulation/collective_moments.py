@@ -1,9 +1,11 @@
-"""Moments at which a generation of a collective job ends, each chosen for one safeguard: `play` runs a short job that has it.
+"""Moments at which a generation of a collective job ends, each chosen for one safeguard: `play` runs a short
+job that has it.
 
 torn    a trainer has a version, two lack it: one of those dies, with blocks that the other may not have got
 acked   an owner has data of others, who know that it has, and its version is not whole: it dies
 late    a trainer is about to have a version and reads the end of the generation late; only a spare has died
-parted  two trainers with lanes do not reach each other for a while as a generation begins; only a spare has died
+parted  two trainers with lanes do not reach each other for a while as a generation begins; only a spare has
+        died
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MOST_DELAY_S = 0.1  # of a message
 ANSWERED_S = MOST_DELAY_S + 0.02
 LATE_CHANCE = 0.05
 ENOUGH_S = 8.0
-"""A job without faults takes half of it; without the safeguard it waits until trainers are evicted because they do nothing."""
+"""A job without faults takes half of it; without the safeguard it waits until trainers are evicted because
+they do nothing."""
 
 Moment = Callable[[SimulatedCluster, "Once"], None]
 
@@ -92,10 +95,15 @@ def _acked(cluster: SimulatedCluster, once: Once) -> None:
 
 
 def _has_some(store: MeanStore, version: int) -> bool:
-    """Whether each of its own blocks has data of the step after `version`, of more lanes than one trainer has, and lacks some."""
+    """Whether each of its own blocks has data of the step after `version`, of more lanes than one trainer
+    has, and lacks some."""
     own = [store.blocks[number] for number in store.own]
     lanes = [sum(last - first for first, last in block.tree.nodes) for block in own]
-    return store.has == version and all(block.version == version for block in own) and min(lanes) > store.lanes // 2
+    return (
+        store.has == version
+        and all(block.version == version for block in own)
+        and min(lanes) > store.lanes // 2
+    )
 
 
 async def _kill_when_acknowledged(
@@ -108,7 +116,9 @@ async def _kill_when_acknowledged(
 
 
 def _late(cluster: SimulatedCluster, once: Once) -> None:
-    spares = [node for node in cluster.nodes.values() if node.alive and node.share is not None and not _owns(node)]
+    spares = [
+        node for node in cluster.nodes.values() if node.alive and node.share is not None and not _owns(node)
+    ]
     for node, share in _owners(cluster):
         store = share.store
         assert store is not None
@@ -128,9 +138,15 @@ async def _cut_for_a_while(cluster: SimulatedCluster, name: str, once: Once) -> 
 
 
 def _parted(cluster: SimulatedCluster, once: Once) -> None:
-    spares = [node for node in cluster.nodes.values() if node.alive and node.share is not None and not _owns(node)]
+    spares = [
+        node for node in cluster.nodes.values() if node.alive and node.share is not None and not _owns(node)
+    ]
     owners = list(_owners(cluster))
-    if spares and len(owners) > 2 and all(share.store.has >= FIRST for _, share in owners if share.store is not None):
+    if (
+        spares
+        and len(owners) > 2
+        and all(share.store.has >= FIRST for _, share in owners if share.store is not None)
+    ):
         once.busy = True
         cluster.launcher.spawn(_part_for_a_while(cluster, owners[0][0], owners[1][0], once))
         once.kill(cluster, spares[-1])
@@ -153,7 +169,8 @@ MOMENTS: dict[str, tuple[Moment, int, int, int, float]] = {
     "late": (_late, 2, 5, 3, 0.03),
     "parted": (_parted, 4, 5, 1, 0.03),
 }
-"""By name: what happens, lanes, trainers, how often, and for how long a trainer computes at most, in seconds."""
+"""By name: what happens, lanes, trainers, how often, and for how long a trainer computes at most, in
+seconds."""
 
 
 def play(name: str, seed: int) -> Outcome:

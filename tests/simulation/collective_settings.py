@@ -1,4 +1,5 @@
-"""Collective jobs in the simulation with other settings: spares, evaluations and what depends on them, requests, few records."""
+"""Collective jobs in the simulation with other settings: spares, evaluations and what depends on them,
+requests, few records."""
 
 from __future__ import annotations
 

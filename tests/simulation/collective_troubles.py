@@ -1,5 +1,6 @@
-"""Collective jobs in the simulation, once more: gradients that travel narrower, minibatches that are left out, faults at moments of the job,
-trainers that all leave and come back, trainers that are replaced for good, more epochs at the end."""
+"""Collective jobs in the simulation, once more: gradients that travel narrower, minibatches that are left
+out, faults at moments of the job, trainers that all leave and come back, trainers that are replaced for good,
+more epochs at the end."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def troubled_plan(seed: int, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
 
 
 def _restarted(rng: random.Random, faults: Sequence[Fault], least: int, *, changes: bool) -> Iterator[Fault]:
-    """Whatever is started again has no parameter servers; `changes`: or it may get some, and with them the other strategy."""
+    """Whatever is started again has no parameter servers; `changes`: or it may get some, and with them the
+    other strategy."""
     for fault in faults:
         pservers = rng.choice([0, 1, 2]) if changes and fault.kind is FaultKind.RESTART_ALL else 0
         yield replace(fault, members=(pservers, max(least, fault.members[1])))

@@ -1,12 +1,13 @@
 """A model of a few hundred numbers that makes every protocol mistake visible in its parameters.
 
 Each block of parameters is [one element per record | mixed elements]:
-- the element of record r has gradient -1/n in a minibatch of n records that holds r, whatever the parameters are: after
-  training with plain SGD it says how often r was applied to *this* block;
-- the mixed elements' gradient depends on every parameter, the records and the random seed, so that a mixture of
-  versions, a lost or a doubled contribution changes bits everywhere.
-A segment of buffers follows the rule for buffers (mean over lanes), and only some minibatches change it; a segment of integers lane 0's. In asynchronous mode each
-integer counts the records of every minibatch that was applied.
+- the element of record r has gradient -1/n in a minibatch of n records that holds r, whatever the parameters
+  are: after training with plain SGD it says how often r was applied to *this* block;
+- the mixed elements' gradient depends on every parameter, the records and the random seed, so that a mixture
+  of versions, a lost or a doubled contribution changes bits everywhere.
+A segment of buffers follows the rule for buffers (mean over lanes), and only some minibatches change it; a
+segment of integers lane 0's. In asynchronous mode each integer counts the records of every minibatch that was
+applied.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def layout(mode: Mode, *, tables: bool = False) -> Layout:
 
 @dataclass
 class Trace:
-    """What the computes of one cluster did, for the invariants. `pinned`: versions that were evaluated while an asynchronous job trained."""
+    """What the computes of one cluster did, for the invariants. `pinned`: versions that were evaluated while
+    an asynchronous job trained."""
 
     gradients: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
@@ -145,7 +147,9 @@ class TinyCompute:
 
     def _initial(self) -> list[np.ndarray[Any, Any]]:
         return [
-            (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(_DTYPES[s.dtype])
+            (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(
+                _DTYPES[s.dtype]
+            )
             for s in self._layout.segments
         ]
 
@@ -195,11 +199,14 @@ class TinyCompute:
         return self._lane_zero()
 
     def restore(self, lane_zero: LaneZero) -> None:
-        self._steps_begun, self._rate, least = (lane_zero.scheduler[name] for name in ("steps", "rate", "least"))
+        self._steps_begun, self._rate, least = (
+            lane_zero.scheduler[name] for name in ("steps", "rate", "least")
+        )
         self._least = float(least)
 
     def _lane_zero(self) -> LaneZero:
-        state = {"steps": self._steps_begun, "rate": self._rate, "least": str(self._least)}  # JSON has no infinity
+        # JSON has no infinity
+        state = {"steps": self._steps_begun, "rate": self._rate, "least": str(self._least)}
         return LaneZero(options=({"lr": self._rate}, {"lr": self._rate}), scheduler=state)
 
     async def prepare(self, seed: int, records: Records) -> Ready | None:
@@ -254,7 +261,8 @@ class TinyCompute:
         dtype, own = self._payloads[block], self._view(self._nodes[node], block)
         if dtype is None:
             buffer = self._mode is Mode.SYNC and self._blocks[block].segment == 2
-            return memoryview(b"") if buffer and own == self.current(block) else own  # forward left it as it was
+            # forward left it as it was
+            return memoryview(b"") if buffer and own == self.current(block) else own
         sent = self._sent[node, block] = torch.frombuffer(own, dtype=torch.float32).to(DTYPES[dtype])
         memory: memoryview = sent.view(torch.uint8).numpy().data
         return memory
@@ -309,7 +317,9 @@ class TinyCompute:
 
     async def export(self, directory: str) -> dict[str, str]:
         await asyncio.sleep(self._speed.draw(self._rng))
-        (self._trace.best if directory.endswith("best") else self._trace.exported).append(_bytes_of(self._vectors[0]))
+        (self._trace.best if directory.endswith("best") else self._trace.exported).append(
+            _bytes_of(self._vectors[0])
+        )
         return {"numbers": f"{directory}/numbers"}
 
     async def finish(self) -> None:
@@ -323,20 +333,28 @@ def _bytes_of(vectors: Sequence[np.ndarray[Any, Any]]) -> bytes:
 def gradients(
     params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence[int], of_rows: float = 0.0
 ) -> list[np.ndarray[Any, Any]]:
-    """One minibatch's mean gradient of every segment; for buffers the values after the forward pass. `of_rows`: of the embedding table."""
+    """One minibatch's mean gradient of every segment; for buffers the values after the forward pass.
+    `of_rows`: of the embedding table."""
     if not names:
         return [np.zeros_like(vector) for vector in params]
     total = np.float32(
-        math.fsum(params[0].tolist()) + math.fsum(params[1].tolist()) + math.fsum(params[2].tolist()) + of_rows
+        math.fsum(params[0].tolist())
+        + math.fsum(params[1].tolist())
+        + math.fsum(params[2].tolist())
+        + of_rows
     )
-    noise = np.sin(np.arange(BLOCK_ELEMENTS - RECORD_SLOTS, dtype=np.float32) * np.float32(seed % 89 + sum(names)))
+    noise = np.sin(
+        np.arange(BLOCK_ELEMENTS - RECORD_SLOTS, dtype=np.float32) * np.float32(seed % 89 + sum(names))
+    )
     result: list[np.ndarray[Any, Any]] = []
     for vector in params[:2]:
         gradient = np.zeros((len(vector) // BLOCK_ELEMENTS, BLOCK_ELEMENTS), np.float32)
         for name in names:
             gradient[:, name % RECORD_SLOTS] -= np.float32(1 / len(names))
         mixed = vector.reshape(-1, BLOCK_ELEMENTS)[:, RECORD_SLOTS:]
-        gradient[:, RECORD_SLOTS:] = mixed * np.float32(0.1) + noise * np.float32(0.3) + total * np.float32(0.001)
+        gradient[:, RECORD_SLOTS:] = (
+            mixed * np.float32(0.1) + noise * np.float32(0.3) + total * np.float32(0.001)
+        )
         result.append(gradient.reshape(-1))
     moved = (params[2] * np.float32(0.9) + np.float32(0.01) * np.float32(sum(names) % 11)).astype(np.float32)
     result.append(params[2].copy() if sum(names) % 4 else moved)
@@ -347,8 +365,11 @@ def gradients(
 def validation(
     params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence[int], of_rows: float = 0.0
 ) -> dict[str, float]:
-    """Sums over a minibatch that is evaluated; `value` depends on the parameters, the buffers, the rows and the seed."""
-    mixed = math.fsum(math.fsum(vector.tolist()) * (number + 1) for number, vector in enumerate(params)) + of_rows
+    """Sums over a minibatch that is evaluated; `value` depends on the parameters, the buffers, the rows and
+    the seed."""
+    mixed = (
+        math.fsum(math.fsum(vector.tolist()) * (number + 1) for number, vector in enumerate(params)) + of_rows
+    )
     value = mixed * (1.0 + sum(names)) / 7.0 + seed % 13
     return {"records": float(len(names)), "total": float(sum(names)), "value": value}
 

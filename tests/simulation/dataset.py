@@ -1,4 +1,5 @@
-"""Records that are their own numbers: no file is opened. `Custom` readers are found by name, as a user's would be."""
+"""Records that are their own numbers: no file is opened. `Custom` readers are found by name, as a user's
+would be."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from tests.simulation.plans import Job
 def files_of(source: str, job: Job) -> tuple[TableFile, ...]:
     """Paths say which number their first record has: `training/12`."""
     firsts = [0, *accumulate(job.files)]
-    return tuple(TableFile(f"{source}/{first}", count) for first, count in zip(firsts, job.files, strict=False))
+    return tuple(
+        TableFile(f"{source}/{first}", count) for first, count in zip(firsts, job.files, strict=False)
+    )
 
 
 class Numbers:

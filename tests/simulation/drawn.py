@@ -1,4 +1,5 @@
-"""Plans whose settings are drawn, too, and whose faults come at moments of the job: what evaluates, ends early, moves or saves when it breaks."""
+"""Plans whose settings are drawn, too, and whose faults come at moments of the job: what evaluates, ends
+early, moves or saves when it breaks."""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ def drawn_plan(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> P
         epochs=rng.choice([1, 2, 3, 4]),
     )
     plan = replace(
-        plan, pservers=rng.choice([1, 2, 3]), trainers=rng.choice([1, 2, 3]), keep_checkpoints=rng.choice([1, 2, 3])
+        plan,
+        pservers=rng.choice([1, 2, 3]),
+        trainers=rng.choice([1, 2, 3]),
+        keep_checkpoints=rng.choice([1, 2, 3]),
     )
     every = rng.choice([None, 1, 2, 3, "epoch", "epoch"])
     if every is not None and len(files) == 1:
@@ -72,7 +76,9 @@ def drawn_plan(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> P
         )
     if mode is Mode.SYNC:
         job = replace(job, clip_grad_norm=rng.choice([None, CLIP]), travels_as=rng.choice(DTYPES))
-        job = replace(job, schedule=rng.choice(["none", "epoch", *(["plateau"] * 2 if every is not None else [])]))
+        job = replace(
+            job, schedule=rng.choice(["none", "epoch", *(["plateau"] * 2 if every is not None else [])])
+        )
         job = replace(job, evaluated_every=every if job.schedule == "plateau" else None)
         plan = replace(plan, checkpoint_every=rng.choice([None, 1, 2, 3, 5]))
     else:
@@ -96,7 +102,9 @@ def longer(rng: random.Random, plan: Plan) -> Plan:
     members = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
     restart = Fault(0.0, FaultKind.RESTART_ALL, rng.random(), rng.choice([0.1, 4.0]), members=members)
     again = MomentFault(rng.choice(moments), rng.choice([0.0, 0.05, 0.2, 0.5, 1.0, 2.0]), (restart,))
-    others = tuple(one for one in plan.moments if not any(f.kind is FaultKind.RESTART_ALL for f in one.faults))
+    others = tuple(
+        one for one in plan.moments if not any(f.kind is FaultKind.RESTART_ALL for f in one.faults)
+    )
     faults = tuple(fault for fault in plan.faults if fault.kind is not FaultKind.RESTART_ALL)
     first = rng.randrange(1, plan.job.epochs)
     return replace(plan, first_epochs=first, moments=(*others, again), faults=faults)
@@ -108,14 +116,18 @@ def _troubles(rng: random.Random, plan: Plan) -> dict[str, object]:
     evaluated = (
         plan.job.mode is Mode.SYNC and plan.evaluate_every is not None
     )  # left out if slots move at its version, unless results count
-    evaluated = evaluated and plan.keep_best is None and plan.stop_early is None and plan.job.schedule != "plateau"
+    evaluated = (
+        evaluated and plan.keep_best is None and plan.stop_early is None and plan.job.schedule != "plateau"
+    )
     if plan.dispatch is Dispatch.MASTER and not plan.independent and rng.random() < 0.3 and not evaluated:
         members = (
             rng.choice([1, 2, 3]),
             rng.choice([1, 2, 3]) if plan.job.lanes > 1 or plan.job.mode is Mode.ASYNC else 1,
         )
         at_s = rng.uniform(0.5, max(1.0, 0.7 * plan.work_s))
-        requests.append(OperatorRequest(at_s, RequestKind.RESIZE, members=members, restart=rng.random() < 0.3))
+        requests.append(
+            OperatorRequest(at_s, RequestKind.RESIZE, members=members, restart=rng.random() < 0.3)
+        )
     moments = tuple(_moment(rng, plan) for _ in range(rng.choice([1, 1, 2, 3])))
     found: dict[str, object] = {
         "faults": faults,
@@ -138,11 +150,18 @@ def _moment(rng: random.Random, plan: Plan) -> MomentFault:
         FaultKind.RESTART_ALL,
     ]
     if not plan.independent:
-        kinds += [FaultKind.KILL_PSERVER, FaultKind.KILL_PSERVER, FaultKind.FREEZE_PSERVER, FaultKind.KILL_EVERYBODY]
+        kinds += [
+            FaultKind.KILL_PSERVER,
+            FaultKind.KILL_PSERVER,
+            FaultKind.FREEZE_PSERVER,
+            FaultKind.KILL_EVERYBODY,
+        ]
     if plan.dispatch is Dispatch.MASTER:
         kinds += [FaultKind.KILL_MASTER, FaultKind.FREEZE_MASTER, FaultKind.CUT_MASTER]
     several = tuple(_fault(rng, rng.choice(kinds), plan) for _ in range(rng.choice([1, 1, 2, 3])))
-    requests: tuple[RequestKind, ...] = (RequestKind.RESTORE, RequestKind.CHECKPOINT) if not plan.independent else ()
+    requests: tuple[RequestKind, ...] = (
+        (RequestKind.RESTORE, RequestKind.CHECKPOINT) if not plan.independent else ()
+    )
     asks = tuple(OperatorRequest(0.0, kind, rng.random()) for kind in requests if rng.random() < 0.15)
     delay_s = rng.choice([0.0, 0.01, 0.05, 0.2, 0.5, 1.0])
     return MomentFault(rng.choice(list(Moment)), delay_s, several, asks)
@@ -150,7 +169,12 @@ def _moment(rng: random.Random, plan: Plan) -> MomentFault:
 
 def _fault(rng: random.Random, kind: FaultKind, plan: Plan) -> Fault:
     lasts = rng.choice([0.1, 1.0, 4.0])
-    if kind in {FaultKind.FREEZE_TRAINER, FaultKind.FREEZE_MASTER, FaultKind.CUT_TRAINER, FaultKind.CUT_MASTER}:
+    if kind in {
+        FaultKind.FREEZE_TRAINER,
+        FaultKind.FREEZE_MASTER,
+        FaultKind.CUT_TRAINER,
+        FaultKind.CUT_MASTER,
+    }:
         lasts = rng.choice([0.5, 3.0, 8.0, 15.0])
     if kind is FaultKind.FREEZE_PSERVER:
         lasts = rng.choice([0.5, 2.0, *([8.0, 15.0] if plan.job.mode is Mode.SYNC else [])])
@@ -180,7 +204,9 @@ def reached(cluster: SimulatedCluster, moment: Moment) -> bool:
         case Moment.STOPS:
             return status.stop_after is not None
         case Moment.CHECKPOINTING:
-            written = bool(cluster.simulated.names(keys.checkpoints)) and bool(cluster.simulated.checkpoints_seen)
+            written = bool(cluster.simulated.names(keys.checkpoints)) and bool(
+                cluster.simulated.checkpoints_seen
+            )
             return state.saving is not None or written
         case Moment.COMMITTED:
             return len(cluster.simulated.checkpoints_seen) > 1
@@ -193,7 +219,9 @@ def reached(cluster: SimulatedCluster, moment: Moment) -> bool:
 def _last_task_given(cluster: SimulatedCluster) -> bool:
     keys, job = cluster.keys, cluster.plan.job
     meta = TaskMeta.model_validate_json(cluster.simulated.value(keys.task_meta) or b"{}")
-    given = sum(int(cluster.simulated.value(keys.cursor(name)) or b"0") for name in map(str, range(job.lanes)))
+    given = sum(
+        int(cluster.simulated.value(keys.cursor(name)) or b"0") for name in map(str, range(job.lanes))
+    )
     return meta.epoch == cluster.spec.epochs - 1 and given >= len(tasks_of(job))
 
 

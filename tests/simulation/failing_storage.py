@@ -1,4 +1,5 @@
-"""The storage fails at single members for a while: what they write or read there raises OSError, before it is done or although it is done."""
+"""The storage fails at single members for a while: what they write or read there raises OSError, before it is
+done or although it is done."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class StorageError(StrEnum):
 
 @dataclass(frozen=True)
 class StorageFault:
-    """From `from_s` to `until_s` the works of these kinds fail at that member. `done`: although they are done."""
+    """From `from_s` to `until_s` the works of these kinds fail at that member. `done`: although they are
+    done."""
 
     member: str
     from_s: float
@@ -92,7 +94,9 @@ def failing(cluster: SimulatedCluster, node: str, offload: Offload) -> Offload:
     async def offloaded(work: Callable[..., Any], *arguments: Any) -> Any:
         def fails() -> Any:
             now, name = asyncio.get_running_loop().time(), getattr(work, "__name__", "")
-            fault = next((each for each in cluster.plan.storage_faults if each.concerns(node, name, now)), None)
+            fault = next(
+                (each for each in cluster.plan.storage_faults if each.concerns(node, name, now)), None
+            )
             if fault is None:
                 return work(*arguments)
             if fault.done:

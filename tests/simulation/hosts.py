@@ -1,6 +1,8 @@
-"""Host agents in virtual time: the product's own places, their keys, and members that hold their own keys in the job.
+"""Host agents in virtual time: the product's own places, their keys, and members that hold their own keys in
+the job.
 
-A host is a client of etcd of its own, so it can be cut off. A member here has an index and a lease, and no parameters.
+A host is a client of etcd of its own, so it can be cut off. A member here has an index and a lease, and no
+parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ PIDS = count(1001)
 
 
 class SimulatedMember:
-    """A process of a job: a parameter server that wants an index, or a trainer. As trireme/launch/processes.py has it."""
+    """A process of a job: a parameter server that wants an index, or a trainer. As
+    trireme/launch/processes.py has it."""
 
     def __init__(self, etcd: Etcd, job: str, kind: Kind, name: str, ttl_s: float, ready: Path) -> None:
         self.pid, self.returncode, self.job, self.name = next(PIDS), None, job, name
@@ -81,7 +84,9 @@ class SimulatedMember:
         if self._kind == "pserver":
             claiming = asyncio.ensure_future(self._claim(directory, PserverMember(index=-1, **common)))
         else:
-            claiming = asyncio.ensure_future(self._register(keys, TrainerMember(trainer=incarnation, **common)))
+            claiming = asyncio.ensure_future(
+                self._register(keys, TrainerMember(trainer=incarnation, **common))
+            )
         self._ready.touch()
         await asyncio.wait((claiming, stopped), return_when=asyncio.FIRST_COMPLETED)
         if self.key is not None:
@@ -108,7 +113,13 @@ class SimulatedHost:
     """`agent_ttl_s`, `lease_ttl_s`: of the agent's keys and of a trainer's."""
 
     def __init__(
-        self, jobs: SimulatedJobs, name: str, folder: Path, *, agent_ttl_s: float = 2.0, lease_ttl_s: float = 3.0
+        self,
+        jobs: SimulatedJobs,
+        name: str,
+        folder: Path,
+        *,
+        agent_ttl_s: float = 2.0,
+        lease_ttl_s: float = 3.0,
     ) -> None:
         self.name, self.members = name, list[SimulatedMember]()
         self._jobs, self._folder, self._keys = jobs, HostFolder(folder), ClusterKeys()
@@ -192,9 +203,16 @@ class SimulatedHost:
 def held_twice(hosts: Sequence[SimulatedHost]) -> list[str]:
     """Indices that two processes may act on at this moment."""
     held = Counter(
-        (member.job, member.index) for host in hosts for member in host.running("pserver") if member.index is not None
+        (member.job, member.index)
+        for host in hosts
+        for member in host.running("pserver")
+        if member.index is not None
     )
-    return [f"index {index} of {job} is held by {count} processes" for (job, index), count in held.items() if count > 1]
+    return [
+        f"index {index} of {job} is held by {count} processes"
+        for (job, index), count in held.items()
+        if count > 1
+    ]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""What a user may count on (training.md), checked on a cluster whose job has ended. Each line returned is a violation."""
+"""What a user may count on (training.md), checked on a cluster whose job has ended. Each line returned is a
+violation."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ from tests.simulation.reference import (
 )
 from tests.simulation.rows import COUNTING, SLOTS, counted
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus, results_count
-from trireme_shared.protocol.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
+from trireme_shared.protocol.records import (
+    Dispatch,
+    EvaluationSums,
+    JobResult,
+    Mode,
+    Phase,
+    SlotMap,
+    TaskMeta,
+)
 from trireme_shared.protocol.records.checkpoints import history
 from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.job_choices import Criterion
@@ -61,10 +70,13 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
 
 
 def _checkpoint_lost(cluster: SimulatedCluster) -> bool:
-    """Whether that of an evaluated version was never written: then that evaluation is left out (docs/checkpoints.md), and what depends on it is another job's."""
+    """Whether that of an evaluated version was never written: then that evaluation is left out
+    (docs/checkpoints.md), and what depends on it is another job's."""
     every = cluster.plan.evaluate_every
     seen = {ref.uuid: ref for latest in cluster.simulated.checkpoints_seen.values() for ref in latest.kept}
-    written = {ref.step for ref in history([*seen.values()], cluster.state.timeline, cluster.state.checkpoint)}
+    written = {
+        ref.step for ref in history([*seen.values()], cluster.state.timeline, cluster.state.checkpoint)
+    }
     expected = {} if every is None else evaluations(cluster.plan.job, every)
     stored = [
         cluster.simulated.value(cluster.keys.evaluations + name)
@@ -95,7 +107,10 @@ def _series(cluster: SimulatedCluster) -> Iterator[str]:
     norms = [bucket.step for bucket in table.by_name.get("grad_norm", ())]
     if cluster.plan.job.clip_grad_norm is not None and norms != list(expected["lr.0"]):
         yield f"grad_norm is stored of steps {norms}"
-    if strange := {name for name, series in table.by_name.items() if series.ordered} - {*expected, "grad_norm"}:
+    if strange := {name for name, series in table.by_name.items() if series.ordered} - {
+        *expected,
+        "grad_norm",
+    }:
         yield f"there are series of {strange}"
 
 
@@ -117,7 +132,10 @@ def _queues(cluster: SimulatedCluster) -> Iterator[str]:
     ended = _stopping(cluster)
     expected = records_until(job, ended[1]) if ended is not None else _records(cluster)
     if (result.trained_records, result.discarded_records) != (expected, 0):
-        yield f"{result.trained_records} records trained and {result.discarded_records} discarded, expected {expected} and 0"
+        yield (
+            f"{result.trained_records} records trained and {result.discarded_records} discarded, "
+            f"expected {expected} and 0"
+        )
 
 
 def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
@@ -154,12 +172,17 @@ def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
         wrong = over + (under if whose not in lossy and not (whose is None and lossy) else [])
         if wrong:
             shown = {r: (round(float(applied[r]), 3), round(expected[r], 3)) for r in wrong[:4]}
-            yield f"block {block.number}: records were not applied once an epoch (record: got, expected) {shown}"
+            yield (
+                f"block {block.number}: records were not applied once an epoch (record: got, expected) "
+                f"{shown}"
+            )
     yield from _counters(cluster, final, owners, lossy)
     yield from _rows(cluster, expected, lossy)
 
 
-def _rows(cluster: SimulatedCluster, expected: list[float], lossy: dict[int, tuple[int, int]]) -> Iterator[str]:
+def _rows(
+    cluster: SimulatedCluster, expected: list[float], lossy: dict[int, tuple[int, int]]
+) -> Iterator[str]:
     """The row of each record has counted it once an epoch, at the owner of its slot."""
     value = cluster.simulated.value(cluster.keys.slots)
     stores = {index: store for index, store in cluster.stores() if store.rows is not None}
@@ -173,7 +196,10 @@ def _rows(cluster: SimulatedCluster, expected: list[float], lossy: dict[int, tup
             continue
         found = applied[whose].get(record, 0.0)
         if found - expected[record] > 1e-3 or (expected[record] - found > 1e-3 and whose not in lossy):
-            yield f"the row of record {record} at pserver-{whose} counted {found:.3f}, expected {expected[record]:.3f}"
+            yield (
+                f"the row of record {record} at pserver-{whose} counted {found:.3f}, expected "
+                f"{expected[record]:.3f}"
+            )
 
 
 def _counters(
@@ -184,7 +210,9 @@ def _counters(
     expected = _records(cluster)
     whose = owners.get(INTEGER_BLOCK)
     may_lack = whose in lossy or (whose is None and bool(lossy))
-    if len(set(counted.tolist())) != 1 or not (counted[0] == expected or (may_lack and counted[0] < expected)):
+    if len(set(counted.tolist())) != 1 or not (
+        counted[0] == expected or (may_lack and counted[0] < expected)
+    ):
         yield f"the integers of block {INTEGER_BLOCK} counted {counted.tolist()} records, expected {expected}"
 
 
@@ -222,8 +250,8 @@ def _records(cluster: SimulatedCluster) -> int:
 
 
 def _applications(job: Job, ended: Ended | None) -> list[float]:
-    """Per record: epochs / n, n being the records of the push that holds it. Its push: push_every minibatches of a task
-    in that epoch's order, so n depends on where the order puts the record."""
+    """Per record: epochs / n, n being the records of the push that holds it. Its push: push_every minibatches
+    of a task in that epoch's order, so n depends on where the order puts the record."""
     expected = [0.0] * sum(job.files)
     for epoch in range(job.epochs):
         for names, count in _pushes(job, epoch, ended):
@@ -279,21 +307,36 @@ def _evaluations(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
         yield f"training ended at step {cluster.state.result.stopped_step}, expected {ended}"
     if found != expected:
         missing, other = expected.keys() - found.keys(), found.keys() - expected.keys()
-        wrong = {n: (found[n], expected[n]) for n in found.keys() & expected.keys() if found[n] != expected[n]}
-        yield f"evaluations {sorted(missing)} are missing, {sorted(other)} are not due, these differ (got, expected): {wrong}"
-    status = EvaluationStatus.model_validate_json(cluster.simulated.value(cluster.keys.evaluation_status) or b"{}")
+        wrong = {
+            n: (found[n], expected[n]) for n in found.keys() & expected.keys() if found[n] != expected[n]
+        }
+        yield (
+            f"evaluations {sorted(missing)} are missing, {sorted(other)} are not due, these differ "
+            f"(got, expected): {wrong}"
+        )
+    status = EvaluationStatus.model_validate_json(
+        cluster.simulated.value(cluster.keys.evaluation_status) or b"{}"
+    )
     if expected and cluster.plan.keep_best is not None:
         metric, lowest = Criterion.parse(cluster.plan.keep_best)
         step = min(expected.values(), key=lambda each: each[1][metric] * (1 if lowest else -1))[0]
         best = cluster.state.result.best
-        if best is None or best.step != step or set(cluster.trace.best[-1:]) != {parameters_at(cluster.plan.job, step)}:
-            yield f"the best evaluation is that of step {step}, exported is {best}, {len(cluster.trace.best)} times"
+        if (
+            best is None
+            or best.step != step
+            or set(cluster.trace.best[-1:]) != {parameters_at(cluster.plan.job, step)}
+        ):
+            yield (
+                f"the best evaluation is that of step {step}, exported is {best}, "
+                f"{len(cluster.trace.best)} times"
+            )
     if expected and (status.running is not None or status.settled != max(expected)):
         yield f"at the end the evaluations are {status}"
 
 
 def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
-    """The parameter servers' own ledgers say the same; what is missing there is on record, to the minibatch."""
+    """The parameter servers' own ledgers say the same; what is missing there is on record, to the
+    minibatch."""
     job, tasks, ended = cluster.plan.job, tasks_of(cluster.plan.job), _ended(cluster)
     trained = [
         sum(-(-len(tasks[number]) // job.minibatch) for number in trained_tasks(job, epoch, ended))
@@ -310,12 +353,14 @@ def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
             lowest = sum(entry.applied_lowest for entry in counts.values())
             highest = sum(entry.applied_highest for entry in counts.values())
             whole = sum(trained)
-            # an independent checkpoint is no cut, and blocks that moved bring their former owners' losses: at most so many
+            # an independent checkpoint is no cut, and blocks that moved bring their former owners' losses: at
+            # most so many
             at_most = cluster.plan.independent or _blocks_moved(cluster)
             exact = at_most or lowest + lost <= whole
             if not (exact and whole <= lowest + lost + skipped and highest <= whole):
                 yield (
-                    f"pserver-{index} has {lowest} to {highest} of {whole} minibatches at its blocks, on record are "
+                    f"pserver-{index} has {lowest} to {highest} of {whole} minibatches at its "
+                    "blocks, on record are "
                     f"{lost} lost and {skipped} skipped"
                 )
             continue
@@ -325,5 +370,12 @@ def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
                 continue
             if entry is None:
                 yield f"pserver-{index} has no ledger of epoch {epoch}"
-            elif (entry.applied_lowest, entry.applied_highest, entry.tasks_open) != (minibatches, minibatches, 0):
-                yield f"pserver-{index}, epoch {epoch}: {entry}, expected {minibatches} minibatches at every block"
+            elif (entry.applied_lowest, entry.applied_highest, entry.tasks_open) != (
+                minibatches,
+                minibatches,
+                0,
+            ):
+                yield (
+                    f"pserver-{index}, epoch {epoch}: {entry}, expected {minibatches} minibatches at "
+                    "every block"
+                )

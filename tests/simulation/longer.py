@@ -1,4 +1,5 @@
-"""A job that gets more epochs, or the other strategy: the same command is given again, with other settings, when nobody of before lives."""
+"""A job that gets more epochs, or the other strategy: the same command is given again, with other settings,
+when nobody of before lives."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def give_numbers(cluster: SimulatedCluster, pservers: int, trainers: int) -> Non
 
 
 async def train_longer(cluster: SimulatedCluster) -> None:
-    """If its plan says so, or it gets the other strategy: as soon as the lease of the master of before has ended."""
+    """If its plan says so, or it gets the other strategy: as soon as the lease of the master of before has
+    ended."""
     longer = cluster.spec.model_copy(update={"epochs": cluster.plan.job.epochs})
     stored = JobSpec.model_validate_json(cluster.simulated.value(cluster.keys.spec) or longer.to_bytes())
     if (longer.epochs, longer.strategy) == (stored.epochs, stored.strategy):

@@ -1,4 +1,5 @@
-"""A cluster in virtual time: masters that die at any write to etcd, host agents whose processes are keys and calls, and users who ask again.
+"""A cluster in virtual time: masters that die at any write to etcd, host agents whose processes are keys and
+calls, and users who ask again.
 
 `check_history` reads every revision that etcd ever had: what no leader, dead or late, may ever have written.
 """
@@ -22,11 +23,20 @@ from trireme_shared.platform.etcd.operations import Body, Transport
 from trireme_shared.protocol.errors import NotLeader, PeerError
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobState
-from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
+from trireme_shared.protocol.records.cluster import (
+    Assignment,
+    ClusterJob,
+    PoolMember,
+    Standing,
+    TaskRun,
+    TaskState,
+)
 
 ANSWER_S = 4.0
 UNWINDING_ROUNDS = 5
-UNHEARD = 20  # revisions: what was written so shortly before a leader's write, the leader had not heard; the agent runs one after the other
+# revisions: what was written so shortly before a leader's write, the leader had not heard; the agent runs one
+# after the other
+UNHEARD = 20
 NEXT = {
     Standing.QUEUED: {Standing.QUEUED, Standing.ACTIVE, Standing.PAUSED, Standing.CANCELLED},
     Standing.ACTIVE: set(Standing),
@@ -48,7 +58,8 @@ class Node:
 
 
 class LateWrite:
-    """Once `key` is set, the next write of the client that puts it waits in the network until it is delivered."""
+    """Once `key` is set, the next write of the client that puts it waits in the network until it is
+    delivered."""
 
     def __init__(self, inner: Transport) -> None:
         self.key = ""
@@ -82,7 +93,8 @@ def _puts(body: Body) -> list[bytes]:
 
 
 class SimulatedJobs(Jobs):
-    """Masters are processes of their own. `ask` calls the one that leads, as a user or a member does by REST."""
+    """Masters are processes of their own. `ask` calls the one that leads, as a user or a member does by
+    REST."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -147,7 +159,9 @@ class SimulatedJobs(Jobs):
                 while await self.standing(name) not in wanted:
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise AssertionError(f"{name} is {await self.standing(name)} after {limit_s} s, not {wanted}") from None
+            raise AssertionError(
+                f"{name} is {await self.standing(name)} after {limit_s} s, not {wanted}"
+            ) from None
 
     async def until_idle(self, limit_s: float = 60.0) -> None:
         """Nothing is assigned, nothing runs."""
@@ -157,7 +171,9 @@ class SimulatedJobs(Jobs):
             if node is None:
                 return False
             state = node.master.state
-            return not (state.assignments or node.master.term.jobs or any(m.running for m in state.members.values()))
+            return not (
+                state.assignments or node.master.term.jobs or any(m.running for m in state.members.values())
+            )
 
         await until(idle, "all members to be idle", limit_s)
 
@@ -179,7 +195,9 @@ class SimulatedJobs(Jobs):
                 broken += _wrong_run(task_runs.get(key), run)
                 _set(task_runs, key, run)
             elif key.startswith(self.keys.jobs):
-                broken += _wrong_job(jobs.get(key), ClusterJob.model_validate_json(event.kv.value) if put else None)
+                broken += _wrong_job(
+                    jobs.get(key), ClusterJob.model_validate_json(event.kv.value) if put else None
+                )
                 _set(jobs, key, ClusterJob.model_validate_json(event.kv.value) if put else None)
             elif (place := self.keys.member_of(key)) is not None:
                 kind, member, is_assignment = place
@@ -193,7 +211,9 @@ class SimulatedJobs(Jobs):
                 heard = job if event.kv.mod_revision - since > UNHEARD else ""
                 broken += _wrong_assignment(own, now, heard, jobs, task_runs, self.keys)
         done = Counter(self.taken)
-        broken += [f"task {task} of {job} was completed {n} times" for (job, _, task), n in done.items() if n > 1]
+        broken += [
+            f"task {task} of {job} was completed {n} times" for (job, _, task), n in done.items() if n > 1
+        ]
         return broken
 
 
@@ -230,7 +250,11 @@ def _set(known: dict[str, Any], key: str, value: Any) -> None:
 
 def _wrong_job(before: ClusterJob | None, now: ClusterJob | None) -> list[str]:
     if now is None:
-        return [f"job {before.job} was deleted as {before.standing}"] if before and not before.standing.final else []
+        return (
+            [f"job {before.job} was deleted as {before.standing}"]
+            if before and not before.standing.final
+            else []
+        )
     if before is None:
         return [] if now.standing is Standing.QUEUED else [f"job {now.job} appeared as {now.standing}"]
     if now.standing not in NEXT[before.standing]:
@@ -249,7 +273,12 @@ def _wrong_run(before: TaskRun | None, now: TaskRun | None) -> list[str]:
         return [f"{now.name} of {now.job} succeeded, and is {now.state} afterwards"]
     starts = now.state is TaskState.RUNNING
     if now.attempt != before.attempt + starts:
-        return [f"{now.name} of {now.job} went from attempt {before.attempt} to {now.attempt} as it became {now.state}"]
+        return [
+            (
+                f"{now.name} of {now.job} went from attempt {before.attempt} to {now.attempt} as it "
+                f"became {now.state}"
+            )
+        ]
     return []
 
 
@@ -284,7 +313,12 @@ def _wrong_assignment(
         return [f"{place} is given to {now.job} while it runs {running}"]
     job = jobs.get(prefix + now.job)
     if job is None or job.standing is not Standing.ACTIVE or job.epoch != now.epoch:
-        return [f"{place} is given to {now.job} of epoch {now.epoch}, which is {job.standing if job else 'deleted'}"]
+        return [
+            (
+                f"{place} is given to {now.job} of epoch {now.epoch}, which is "
+                f"{job.standing if job else 'deleted'}"
+            )
+        ]
     return []
 
 

@@ -28,7 +28,8 @@ class MemberNumbers:
         return lost and numbers is not None and len(kept(cluster, "pserver")) > numbers[0]
 
     def follow(self, cluster: SimulatedCluster) -> None:
-        """Start and end members, once the numbers in etcd are this launcher's, or follow from them by a resize."""
+        """Start and end members, once the numbers in etcd are this launcher's, or follow from them by a
+        resize."""
         numbers = wanted(cluster)
         if self._launcher is not cluster.launcher:  # the same command was given again
             self._launcher, self._trainers = cluster.launcher, None
@@ -51,19 +52,25 @@ class MemberNumbers:
 
 
 def _are_own(cluster: SimulatedCluster) -> bool:
-    """A master leads, and the numbers are those of the launcher's command; before, they are an earlier command's."""
+    """A master leads, and the numbers are those of the launcher's command; before, they are an earlier
+    command's."""
     spec, given = (cluster.simulated.value(key) for key in (cluster.keys.spec, cluster.keys.given))
     if not spec or not cluster.simulated.value(cluster.keys.master_address):
         return False
     mine = cluster.spec.trainers, cluster.spec.pservers
     found = JobSpec.model_validate_json(spec)
     told = GivenNumbers.model_validate_json(given) if given else None
-    return mine == (found.trainers, found.pservers) or (told is not None and mine == (told.trainers, told.pservers))
+    return mine == (found.trainers, found.pservers) or (
+        told is not None and mine == (told.trainers, told.pservers)
+    )
 
 
 def wanted(cluster: SimulatedCluster) -> tuple[int, int] | None:
     """Parameter servers and trainers that the job wants."""
-    desired, spec = cluster.simulated.value(cluster.keys.pservers_desired), cluster.simulated.value(cluster.keys.spec)
+    desired, spec = (
+        cluster.simulated.value(cluster.keys.pservers_desired),
+        cluster.simulated.value(cluster.keys.spec),
+    )
     return (int(desired), _trainers(spec)) if desired and spec else None
 
 

@@ -19,7 +19,8 @@ from trireme_shared.protocol.records.datasets import Dataset
 
 
 class MemorySeries:
-    """master_service.storage.series_files.SeriesFiles: outlives masters. A file is there as a whole, or not at all."""
+    """master_service.storage.series_files.SeriesFiles: outlives masters. A file is there as a whole, or not
+    at all."""
 
     def __init__(self) -> None:
         self.contents: dict[str, bytes] = {}

@@ -1,4 +1,5 @@
-"""What a simulated cluster consists of: nodes with their processes, and the requests that masters have accepted."""
+"""What a simulated cluster consists of: nodes with their processes, and the requests that masters have
+accepted."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def expected(error: BaseException) -> bool:
 
 @dataclass
 class Node:
-    """`service` is what the current process serves: a Master, a Pserver or nothing; a masterless trainer has a dispatcher, one of a collective
-    job a `share`."""
+    """`service` is what the current process serves: a Master, a Pserver or nothing; a masterless trainer has
+    a dispatcher, one of a collective job a `share`."""
 
     name: str
     kind: str

@@ -1,6 +1,7 @@
 """What operators ask of a running job: a checkpoint now, a restore of one, a member to leave (SIGTERM).
 
-The rule checked: an operation is carried out or says why not, and the trained parameters are those of the undisturbed run.
+The rule checked: an operation is carried out or says why not, and the trained parameters are those of the
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ RESIZE_LIMIT_S = 60.0
 
 
 def may_lose_pserver(cluster: SimulatedCluster) -> bool:
-    """Whether a parameter server may die. With independent checkpoints, before each has its first one that ends the job, and after
-    training it would change what is evaluated."""
+    """Whether a parameter server may die. With independent checkpoints, before each has its first one that
+    ends the job, and after training it would change what is evaluated."""
     if not cluster.plan.independent:
         return True
     indexes = [index for index, store in cluster.stores() if store.blocks]
@@ -76,7 +77,9 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
                     "this Idempotency-Key asked for",
                 )  # the job got parameter servers between two attempts: see _resize
             rightly = (
-                any(text in error.message for text in known) or cluster.plan.independent or cluster.state.phase.final
+                any(text in error.message for text in known)
+                or cluster.plan.independent
+                or cluster.state.phase.final
             )
             if isinstance(error, Conflict) and not rightly:
                 cluster.failures.append(f"refused while the job is {cluster.state.phase}: {error}")
@@ -91,13 +94,18 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
 
 async def _create(cluster: SimulatedCluster, key: str) -> Operation:
     if cluster.plan.dispatch is Dispatch.MASTER:
-        return await cluster.call_master(lambda m: m.term.operations.create_checkpoint(key, "a request", LIMIT_S))
+        return await cluster.call_master(
+            lambda m: m.term.operations.create_checkpoint(key, "a request", LIMIT_S)
+        )
     async with asyncio.timeout(SEND_LIMIT_S):
-        return await cluster.spectator.create_checkpoint(cluster.spec.job, key=key, cause="a request", limit_s=LIMIT_S)
+        return await cluster.spectator.create_checkpoint(
+            cluster.spec.job, key=key, cause="a request", limit_s=LIMIT_S
+        )
 
 
 async def save(cluster: SimulatedCluster) -> None:
-    """A checkpoint of the present step, as before a job is paused: it is waited for, at most SAVE_S. Whatever fails, the pause goes on."""
+    """A checkpoint of the present step, as before a job is paused: it is waited for, at most SAVE_S. Whatever
+    fails, the pause goes on."""
     try:
         begun = await _create(cluster, ids.new_id("request"))
     except TriremeError as error:
@@ -114,14 +122,17 @@ async def save(cluster: SimulatedCluster) -> None:
 
 async def _restore(cluster: SimulatedCluster, key: str, which: str) -> Operation:
     if cluster.plan.dispatch is Dispatch.MASTER:
-        return await cluster.call_master(lambda m: m.term.operations.restore_checkpoint(key, "a request", which))
+        return await cluster.call_master(
+            lambda m: m.term.operations.restore_checkpoint(key, "a request", which)
+        )
     async with asyncio.timeout(SEND_LIMIT_S):
         return await cluster.spectator.restore_checkpoint(cluster.spec.job, which, key=key)
 
 
 async def _resize(cluster: SimulatedCluster, key: str, request: OperatorRequest) -> Operation:
     pservers, trainers = request.members
-    pservers = pservers or cluster.spec.pservers  # 0: without parameter servers, but the job may have got some
+    # 0: without parameter servers, but the job may have got some
+    pservers = pservers or cluster.spec.pservers
     strategy = Strategy.RESTART if request.restart else Strategy.LIVE
 
     async def ask(master: Master) -> Operation:
@@ -166,7 +177,8 @@ def violations(cluster: SimulatedCluster) -> list[str]:
 
 
 def _too_old(cluster: SimulatedCluster, operation: Operation) -> list[str]:
-    """A checkpoint on demand is of a version that is no older than the request, or of a pause that began after it."""
+    """A checkpoint on demand is of a version that is no older than the request, or of a pause that began
+    after it."""
     made = cluster.simulated.checkpoints_seen.get(operation.checkpoint_id)
     bound = cluster.simulated.bounds[operation.operation_id]
     if made is None:

@@ -1,4 +1,5 @@
-"""Seeded plans: the job, its members, the network's conditions, and what goes wrong when. The same seed is the same run.
+"""Seeded plans: the job, its members, the network's conditions, and what goes wrong when. The same seed is
+the same run.
 
 0 ... window_s  faults, bad conditions        then  all faults end, and the job must end within `bound_s`
 """
@@ -54,9 +55,9 @@ class Peer(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """`pick` in [0, 1) chooses among those alive when it happens; `lasts_s`: of a freeze, a cut, an outage, or until
-    the restart (None: never restarted); `noticed`: the launcher reports the death at once; `members`: pservers and trainers
-    from then on."""
+    """`pick` in [0, 1) chooses among those alive when it happens; `lasts_s`: of a freeze, a cut, an outage,
+    or until the restart (None: never restarted); `noticed`: the launcher reports the death at once;
+    `members`: pservers and trainers from then on."""
 
     at_s: float
     kind: FaultKind
@@ -82,8 +83,8 @@ class RequestKind(StrEnum):
 
 @dataclass(frozen=True)
 class OperatorRequest:
-    """`pick` in [0, 1) chooses among the checkpoints or members there are. `members`: parameter servers and trainers from then
-    on; `restart`: by a checkpoint."""
+    """`pick` in [0, 1) chooses among the checkpoints or members there are. `members`: parameter servers and
+    trainers from then on; `restart`: by a checkpoint."""
 
     at_s: float
     kind: RequestKind
@@ -104,7 +105,8 @@ class Victim(StrEnum):
 
 @dataclass(frozen=True)
 class ResizeKill:
-    """In the first resize that reaches `phase` with `moved` groups, `delay_s` later. It is started again after `away_s`."""
+    """In the first resize that reaches `phase` with `moved` groups, `delay_s` later. It is started again
+    after `away_s`."""
 
     phase: ResizePhase
     victim: Victim
@@ -145,8 +147,9 @@ class MomentFault:
 
 @dataclass(frozen=True)
 class Job:
-    """What the trained parameters depend on. `files`: records of each file. `schedule`: none, epoch or plateau; that follows
-    evaluations, one each `evaluated_every`. `tables`: see rows.py. `trainers_hold`: parameters do not travel. `skips`: see nonfinite.py."""
+    """What the trained parameters depend on. `files`: records of each file. `schedule`: none, epoch or
+    plateau; that follows evaluations, one each `evaluated_every`. `tables`: see rows.py. `trainers_hold`:
+    parameters do not travel. `skips`: see nonfinite.py."""
 
     mode: Mode
     files: tuple[int, ...]
@@ -171,15 +174,18 @@ class Job:
     @property
     def minibatches(self) -> int:
         """Of the whole job."""
-        tasks = [min(self.task_records, n - first) for n in self.files for first in range(0, n, self.task_records)]
+        tasks = [
+            min(self.task_records, n - first) for n in self.files for first in range(0, n, self.task_records)
+        ]
         return self.epochs * sum(-(-count // self.minibatch) for count in tasks)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `varied`: settings of a collective job were drawn,
-    too; `failing`: see collective_failures.py; `restored`: see restores.py. `storage_s`: how long work on the storage waits at parameter servers, so that training goes on before a checkpoint's part is written.
-    `first_epochs`: that the job has until everything is killed."""
+    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `varied`:
+    settings of a collective job were drawn, too; `failing`: see collective_failures.py; `restored`: see
+    restores.py. `storage_s`: how long work on the storage waits at parameter servers, so that training goes
+    on before a checkpoint's part is written. `first_epochs`: that the job has until everything is killed."""
 
     seed: int
     job: Job
@@ -231,33 +237,48 @@ class Plan:
 
     @property
     def bound_s(self) -> float:
-        """After the last fault the job must end within this: all leases and task deadlines expire one after the other,
-        all members join again, and one trainer does all the work, twice."""
-        restores = sum(request.kind in {RequestKind.RESTORE, RequestKind.PSERVER_LEAVES} for request in self.requests)
+        """After the last fault the job must end within this: all leases and task deadlines expire one after
+        the other, all members join again, and one trainer does all the work, twice."""
+        restores = sum(
+            request.kind in {RequestKind.RESTORE, RequestKind.PSERVER_LEAVES} for request in self.requests
+        )
         restores += sum(fault.kind is FaultKind.RESTART_ALL for fault in self.faults)
         restores += sum(1 + len(moment.faults) for moment in self.moments) + len(self.storage_faults)
         return 90.0 + (2 + restores) * (self.work_s + self.evaluations_s) * max(1.0, self.slow / 3)
 
     @property
     def evaluations_s(self) -> float:
-        """Seconds of evaluating while the job trains if one trainer does it all, and training waits for each checkpoint: part, manifest, clean-up."""
+        """Seconds of evaluating while the job trains if one trainer does it all, and training waits for each
+        checkpoint: part, manifest, clean-up."""
         if self.evaluate_every is None:
             return 0.0
         job = self.job
         often = job.epochs if self.evaluate_every == "epoch" else job.minibatches // int(self.evaluate_every)
         saving_s = 3 * (SLOWEST_STORAGE_S if self.strategy is Strategy.COLLECTIVE else self.storage_s)
-        computing_s = job.minibatches / job.epochs * (3 * self.speed.high_s + self.speed.stall * self.speed.stall_s)
+        computing_s = (
+            job.minibatches / job.epochs * (3 * self.speed.high_s + self.speed.stall * self.speed.stall_s)
+        )
         return often * (saving_s + computing_s)
 
     def __str__(self) -> str:
         head = (
-            f"seed {self.seed} {self.job}\n  dispatch {self.dispatch}, {self.masters} masters, {self.pservers} pservers, "
-            f"{self.trainers} trainers, pull_every {self.pull_every}, evaluate {self.evaluate}, checkpoint_every "
-            f"{self.checkpoint_every or self.checkpoint_every_s} and keep {self.keep_checkpoints}, skip_after "
-            f"{self.skip_after_s}, independent {self.independent}, trainer-0 {self.slow:g} times slower, storage takes {self.storage_s:g} s\n  {self.speed}\n  {self.conditions}"
+            f"seed {self.seed} {self.job}\n  dispatch {self.dispatch}, {self.masters} masters, "
+            f"{self.pservers} pservers, "
+            f"{self.trainers} trainers, pull_every {self.pull_every}, evaluate {self.evaluate}, "
+            "checkpoint_every "
+            f"{self.checkpoint_every or self.checkpoint_every_s} and keep {self.keep_checkpoints}, "
+            "skip_after "
+            f"{self.skip_after_s}, independent {self.independent}, trainer-0 {self.slow:g} times "
+            f"slower, storage takes {self.storage_s:g} s\n  {self.speed}\n  {self.conditions}"
         )
         return "\n".join(
-            [head, *(f"  {event}" for event in (*self.faults, *self.storage_faults, *self.requests, *self.moments))]
+            [
+                head,
+                *(
+                    f"  {event}"
+                    for event in (*self.faults, *self.storage_faults, *self.requests, *self.moments)
+                ),
+            ]
         )
 
 
@@ -299,9 +320,13 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
         seed=rng.randrange(3),
         push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
         travels_as=random.Random(f"dtype-{seed}").choice(DTYPES) if mode is Mode.SYNC else "float32",
-        clip_grad_norm=random.Random(f"clip-{seed}").choice([None, None, CLIP]) if mode is Mode.SYNC else None,
+        clip_grad_norm=random.Random(f"clip-{seed}").choice([None, None, CLIP])
+        if mode is Mode.SYNC
+        else None,
         tables=random.Random(f"tables-{seed}").random() < TABLES,
-        schedule=random.Random(f"schedule-{seed}").choice(["none", "none", "epoch"]) if mode is Mode.SYNC else "none",
+        schedule=random.Random(f"schedule-{seed}").choice(["none", "none", "epoch"])
+        if mode is Mode.SYNC
+        else "none",
     )
     plan = Plan(
         seed=seed,
@@ -339,18 +364,27 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
 
 
 def _requests(seed: int, mode: Mode, window_s: float) -> tuple[OperatorRequest, ...]:
-    """At most one restore: each may repeat all the work. Seed strings never change, so that a seed stays the same run."""
+    """At most one restore: each may repeat all the work. Seed strings never change, so that a seed stays the
+    same run."""
     rng = random.Random(f"wishes-{mode}-{seed}")
     count = rng.choice([0, 0, 1, 2, 4])
-    kinds = [RequestKind.CHECKPOINT, RequestKind.CHECKPOINT, RequestKind.TRAINER_LEAVES, RequestKind.PSERVER_LEAVES]
-    found = [OperatorRequest(rng.uniform(0.5, window_s), rng.choice(kinds), rng.random()) for _ in range(count)]
+    kinds = [
+        RequestKind.CHECKPOINT,
+        RequestKind.CHECKPOINT,
+        RequestKind.TRAINER_LEAVES,
+        RequestKind.PSERVER_LEAVES,
+    ]
+    found = [
+        OperatorRequest(rng.uniform(0.5, window_s), rng.choice(kinds), rng.random()) for _ in range(count)
+    ]
     if rng.random() < 0.25:
         found.append(OperatorRequest(rng.uniform(1.0, window_s), RequestKind.RESTORE, rng.random()))
     return tuple(sorted(found, key=lambda request: request.at_s))
 
 
 def _restarts(rng: random.Random, plan: Plan) -> list[Fault]:
-    """Of a job that goes on from its checkpoints; drawn apart, so that the other faults of a seed stay what they are."""
+    """Of a job that goes on from its checkpoints; drawn apart, so that the other faults of a seed stay what
+    they are."""
     return [
         Fault(
             rng.uniform(0.0, 1.5 * plan.window_s),
@@ -391,7 +425,11 @@ def _fault(rng: random.Random, kind: FaultKind, window_s: float, mode: Mode) -> 
             return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0, 14.0]), peer=rng.choice(list(Peer)))
         case FaultKind.CUT_MASTER:
             return Fault(
-                at, kind, pick, rng.choice([0.5, 3.0, 6.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ETCD, Peer.ALL])
+                at,
+                kind,
+                pick,
+                rng.choice([0.5, 3.0, 6.0, 9.0]),
+                peer=rng.choice([Peer.ETCD, Peer.ETCD, Peer.ALL]),
             )
         case FaultKind.FREEZE_PSERVER:
             longer = [8.0, 15.0] if mode is Mode.SYNC else []  # than its lease: the job rolls back

@@ -1,4 +1,5 @@
-"""What runs in each process: the product's compositions with the simulation's ports in place of HTTP, files and torch."""
+"""What runs in each process: the product's compositions with the simulation's ports in place of HTTP, files
+and torch."""
 
 from __future__ import annotations
 
@@ -81,8 +82,9 @@ class CheckedPush(OpenPush):
 
 
 class SlowTurns(RowTurns):
-    """Between two portions of an asynchronous push time passes, in which anything may happen. A thread that reads a snapshot would wait for ever in a step of all
-    lanes, and while dropped slots give their memory back: these are done at once."""
+    """Between two portions of an asynchronous push time passes, in which anything may happen. A thread that
+    reads a snapshot would wait for ever in a step of all lanes, and while dropped slots give their memory
+    back: these are done at once."""
 
     def __init__(self, server: RowsServer) -> None:
         super().__init__(server, turn_s=0.0)
@@ -123,7 +125,8 @@ async def master(cluster: SimulatedCluster, node: Node) -> int:
 
 
 async def _later(seconds: float, service: Pserver, work: Callable[..., Any], *arguments: Any) -> Any:
-    """By a thread that other work keeps waiting. It has the lock of the tables when no push is half applied."""
+    """By a thread that other work keeps waiting. It has the lock of the tables when no push is half
+    applied."""
 
     def locked() -> Any:
         service.row_steps.finish()

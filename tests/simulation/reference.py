@@ -1,6 +1,7 @@
 """What synchronous training must give, computed in one loop with plain torch: no processes, no protocol.
 
-Shared with the product: the order of tasks and records, the tree of lanes, the seeds, the norm of a gradient; all else is written again here.
+Shared with the product: the order of tasks and records, the tree of lanes, the seeds, the norm of a gradient;
+all else is written again here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def tasks_of(job: Job) -> list[list[int]]:
     name = 0
     for records in job.files:
         starts = range(0, records, job.task_records)
-        tasks += [list(range(name + first, name + min(first + job.task_records, records))) for first in starts]
+        tasks += [
+            list(range(name + first, name + min(first + job.task_records, records))) for first in starts
+        ]
         name += records
     return tasks
 
@@ -132,11 +135,14 @@ def final_parameters(job: Job) -> bytes:
 
 
 def parameters_at(job: Job, step: int) -> bytes:
-    return next(b"".join(vector.tobytes() for vector in values) for at, _, values in versions(job) if at == step)
+    return next(
+        b"".join(vector.tobytes() for vector in values) for at, _, values in versions(job) if at == step
+    )
 
 
 def stopping(job: Job, every: int | str, stop: StopEarly) -> tuple[int, int] | None:
-    """The last evaluation while the job trains, and the step at which training ends behind it; None: at its end."""
+    """The last evaluation while the job trains, and the step at which training ends behind it; None: at its
+    end."""
     found, (metric, lowest), best, worse = evaluations(job, every), Criterion.parse(stop.metric), 0.0, 0
     for number in sorted(found):
         value = found[number][1][metric] * (1 if lowest else -1)
@@ -152,7 +158,9 @@ def records_until(job: Job, last: int) -> int:
     for epoch in range(job.epochs):
         streams = lane_streams(job, epoch)
         for number in range(max(map(len, streams))):
-            records += sum(len(stream[number]) for stream in streams if number < len(stream)) if step < last else 0
+            records += (
+                sum(len(stream[number]) for stream in streams if number < len(stream)) if step < last else 0
+            )
             step += 1
     return records
 
@@ -191,7 +199,8 @@ def _sums(job: Job, vectors: Vectors, rows: ReferenceRows | PinnedRows | None) -
 
 
 def versions(job: Job) -> Iterator[tuple[int, int, Vectors]]:
-    """Each version behind the first: its number, the epoch that it ends (from 1; 0: none), and its values, which the next one changes."""
+    """Each version behind the first: its number, the epoch that it ends (from 1; 0: none), and its values,
+    which the next one changes."""
     return ((step, ended, vectors) for step, ended, vectors, _ in _trained(job))
 
 
@@ -209,7 +218,8 @@ def final_rows(job: Job, last: int | None = None) -> bytes:
 
 
 def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int, int, Vectors, float]]:
-    """As `versions`, with the learning rate of the step that made it. On a plateau: what an evaluation finds counts from the next one on."""
+    """As `versions`, with the learning rate of the step that made it. On a plateau: what an evaluation finds
+    counts from the next one on."""
     rate, found, least = RATE, None, math.inf
     rows = rows or (ReferenceRows(job.travels_as, job.parameters_travel_as) if job.tables else None)
     segments = layout(Mode.SYNC).segments
@@ -239,7 +249,9 @@ def _trained(job: Job, rows: ReferenceRows | None = None) -> Iterator[tuple[int,
             for param, gradient in zip(params, combined, strict=False):
                 param.grad = torch.from_numpy(gradient) if filled else None
             if filled and job.clip_grad_norm is not None:
-                norm = norm_of(squares_of(part) for param in params for part in param.grad.split(BLOCK_ELEMENTS))
+                norm = norm_of(
+                    squares_of(part) for param in params for part in param.grad.split(BLOCK_ELEMENTS)
+                )
                 for param in params:
                     param.grad *= clip_factor(norm, job.clip_grad_norm)
             for group in optimizer.param_groups:

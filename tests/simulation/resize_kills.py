@@ -1,4 +1,5 @@
-"""Kills at chosen moments of a resize: whoever is the source, the target, the leader or a trainer just then."""
+"""Kills at chosen moments of a resize: whoever is the source, the target, the leader or a trainer just
+then."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def _victim(cluster: SimulatedCluster, victim: Victim) -> Node | None:
         case Victim.SOURCE | Victim.TARGET:
             pservers = [node for node in alive if node.kind == "pserver" and node.service is not None]
             index = _pserver(cluster, victim)
-            return next((node for node in pservers if node.service.index == index), pservers[-1] if pservers else None)
+            return next(
+                (node for node in pservers if node.service.index == index), pservers[-1] if pservers else None
+            )
 
 
 def _pserver(cluster: SimulatedCluster, victim: Victim) -> int | None:

@@ -19,11 +19,13 @@ def stored_at_once() -> AbstractContextManager[None]:
 
 
 def restored(plan: Plan) -> Plan:
-    """Two to five restores. The kept checkpoints of the job's history come first, newest first; then those that it left: a high `pick` goes far
-    back at first, and forward later."""
+    """Two to five restores. The kept checkpoints of the job's history come first, newest first; then those
+    that it left: a high `pick` goes far back at first, and forward later."""
     rng = random.Random(f"restores-{plan.seed}")
     longer = max(plan.job.epochs, rng.choice([2, 4, 6])) if plan.stop_early is None else plan.job.epochs
-    plan = replace(plan, job=replace(plan.job, epochs=longer), faults=plan.faults if rng.random() < 0.3 else ())
+    plan = replace(
+        plan, job=replace(plan.job, epochs=longer), faults=plan.faults if rng.random() < 0.3 else ()
+    )
     first = rng.uniform(3.0, 9.0)
     times = [first + number * rng.uniform(2.0, 5.0) for number in range(rng.choice([2, 2, 3, 4]))]
     asked = [OperatorRequest(at_s, RequestKind.RESTORE, rng.choice([0.0, 0.6, 0.99, 0.99])) for at_s in times]
@@ -44,8 +46,11 @@ def restored(plan: Plan) -> Plan:
 
 
 def back_and_forth(kind: str) -> Plan:
-    """Nothing fails. Back to the oldest checkpoint that is kept, and soon afterwards to the newest one that was left; both once more."""
-    plan = replace(plan_of(5, Mode.SYNC), faults=(), moments=(), conditions=STEADY, slow=1.0, evaluate=True, masters=1)
+    """Nothing fails. Back to the oldest checkpoint that is kept, and soon afterwards to the newest one that
+    was left; both once more."""
+    plan = replace(
+        plan_of(5, Mode.SYNC), faults=(), moments=(), conditions=STEADY, slow=1.0, evaluate=True, masters=1
+    )
     job = Job(
         mode=Mode.SYNC,
         files=(20, 11),

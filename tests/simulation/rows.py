@@ -1,7 +1,8 @@
-"""A small embedding table beside the simulated model: the dense part depends on its rows, and the rows on the dense part.
+"""A small embedding table beside the simulated model: the dense part depends on its rows, and the rows on the
+dense part.
 
-In asynchronous mode its first column counts: the row of record r has gradient -1/n there in a minibatch of n records that holds r, as the
-blocks have (compute.py).
+In asynchronous mode its first column counts: the row of record r has gradient -1/n there in a minibatch of n
+records that holds r, as the blocks have (compute.py).
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def lane_rows(params: Sequence[Array], rows: Array, seed: int, names: Sequence[i
     """Gradients of the rows of a minibatch."""
     ids = ids_of(names)
     total = math.fsum(math.fsum(vector.tolist()) for vector in params[:3])
-    noise = np.sin(np.arange(ids.size * TABLE.dim, dtype=np.float32) + np.float32(seed % 97)).reshape(-1, TABLE.dim)
+    noise = np.sin(np.arange(ids.size * TABLE.dim, dtype=np.float32) + np.float32(seed % 97)).reshape(
+        -1, TABLE.dim
+    )
     gradients = rows * np.float32(0.2) + noise * np.float32(0.3) + np.float32(total * 0.001)
     return LaneRows(ids, gradients.astype(np.float32), len(names))
 
@@ -75,7 +78,9 @@ def counting_rows(rows: Array, seed: int, names: Sequence[int]) -> LaneRows:
     return LaneRows(ids_of(names, Mode.ASYNC), gradients.astype(np.float32), len(names))
 
 
-def gradients_of(mode: Mode, params: Sequence[Array], rows: Array, seed: int, names: Sequence[int]) -> LaneRows:
+def gradients_of(
+    mode: Mode, params: Sequence[Array], rows: Array, seed: int, names: Sequence[int]
+) -> LaneRows:
     return lane_rows(params, rows, seed, names) if mode is Mode.SYNC else counting_rows(rows, seed, names)
 
 
@@ -101,7 +106,8 @@ class PinnedRows:
 
 
 class ReferenceRows:
-    """The table of the undisturbed run, without versions, lanes' pushes and owners. Gradients of rows travel as `gradients`, rows as `values`."""
+    """The table of the undisturbed run, without versions, lanes' pushes and owners. Gradients of rows travel
+    as `gradients`, rows as `values`."""
 
     def __init__(self, gradients: Transported = "float32", values: Transported = "float32") -> None:
         self._table, self._gradients, self._values = Table(TABLE, SLOTS), gradients, values

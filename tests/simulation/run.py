@@ -27,8 +27,8 @@ MAX_CALLBACKS = 1_500_000
 
 @dataclass
 class Outcome:
-    """`violations`: rules that were broken. `digest`: the whole history, the same for the same seed. `timeline`: 0, or of the last
-    rollback. `started`: processes, again after a death counts."""
+    """`violations`: rules that were broken. `digest`: the whole history, the same for the same seed.
+    `timeline`: 0, or of the last rollback. `started`: processes, again after a death counts."""
 
     plan: Plan
     violations: list[str]
@@ -116,7 +116,9 @@ async def _run_plan(cluster: SimulatedCluster) -> None:
             raise AssertionError(f"the schedule crashed: {error!r}") from error
         cluster.ended_s, cluster.ended_callbacks = loop.time(), loop.callbacks
         if not cluster.over:
-            cluster.failures.append(f"not over {plan.bound_s:.0f} s after the last fault: {cluster.describe()}")
+            cluster.failures.append(
+                f"not over {plan.bound_s:.0f} s after the last fault: {cluster.describe()}"
+            )
         else:
             cluster.end_faults()
             await cluster.wait_for_trainers_to_leave()
@@ -153,7 +155,9 @@ async def _send_requests(cluster: SimulatedCluster) -> None:
 async def _inject(cluster: SimulatedCluster, fault: Fault) -> None:
     match fault.kind:
         case FaultKind.JOIN_TRAINER:
-            cluster.start(f"trainer-{sum(node.kind == 'trainer' for node in cluster.nodes.values())}", "trainer")
+            cluster.start(
+                f"trainer-{sum(node.kind == 'trainer' for node in cluster.nodes.values())}", "trainer"
+            )
         case FaultKind.RESTART_ETCD:
             await _restart_etcd(cluster, fault)
         case FaultKind.SILENCE_ETCD:
@@ -169,7 +173,9 @@ async def _inject(cluster: SimulatedCluster, fault: Fault) -> None:
                 await _kill(cluster, node, fault)
         case FaultKind.KILL_TRAINERS:
             async with asyncio.TaskGroup() as group:
-                for node in [node for node in cluster.nodes.values() if node.kind == "trainer" and node.alive]:
+                for node in [
+                    node for node in cluster.nodes.values() if node.kind == "trainer" and node.alive
+                ]:
                     group.create_task(_kill(cluster, node, fault))
         case FaultKind.TRAINERS_LEAVE:
             await _leave(cluster, ("trainer",), fault.lasts_s or 0.0)

@@ -1,9 +1,10 @@
-"""Checks the queue: no task is at two trainers unless it was given twice, and no finished task is given again.
+"""Checks the queue: no task is at two trainers unless it was given twice, and no finished task is given
+again.
 
-It reads all events, one transaction at a time. A task that is requeued and given again in one transaction, or that moves with
-its lane, has a later attempt: the next one, or one more for each time that it was given in a transaction (a master commits in
-groups). A transaction that rolls the job back, to a checkpoint or to
-its beginning, drops what is pending; such tasks are not finished, and finished ones are given once more.
+It reads all events, one transaction at a time. A task that is requeued and given again in one transaction, or
+that moves with its lane, has a later attempt: the next one, or one more for each time that it was given in a
+transaction (a master commits in groups). A transaction that rolls the job back, to a checkpoint or to its
+beginning, drops what is pending; such tasks are not finished, and finished ones are given once more.
 """
 
 from __future__ import annotations
@@ -49,12 +50,18 @@ class TaskChecker:
                     self._done.add((held.epoch, task_id))
                 continue
             given = PendingTask.model_validate_json(event["kv"]["value"])
-            # put back and given again in one transaction, taken over with its lane, or given twice: a later attempt; else an
-            # earlier attempt has ended, and the newest goes on
+            # put back and given again in one transaction, taken over with its lane, or given twice: a later
+            # attempt; else an earlier attempt has ended, and the newest goes on
             if held is not None and given.attempt <= held.attempt and not _lost_one(held, given):
-                yield f"task {task_id} is at {held.trainer} (attempt {held.attempt}) and given to {given.trainer} ({given.attempt})"
+                yield (
+                    f"task {task_id} is at {held.trainer} (attempt {held.attempt}) and given to "
+                    f"{given.trainer} ({given.attempt})"
+                )
             if (given.epoch, task_id) in self._done:
-                yield f"task {task_id} of epoch {given.epoch} was finished and is given again, to {given.trainer}"
+                yield (
+                    f"task {task_id} of epoch {given.epoch} was finished and is given again, to "
+                    f"{given.trainer}"
+                )
             self._pending[task_id] = given
         if goes_back:
             self._done.clear()

@@ -1,4 +1,5 @@
-"""Each safeguard, switched off, must be missed: the simulation finds a broken promise within so many seeds."""
+"""Each safeguard, switched off, must be missed: the simulation finds a broken promise within so many
+seeds."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tests.simulation.plans import Fault, FaultKind, Job, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
 from trireme_shared.protocol.records import Dispatch, Mode
 
-# (mode, dispatch, chance that a request is doubled in a storm, first seed known to show it); a seed may change its meaning
-# when the product changes, so more are tried; 0: the seed's own conditions
+# (mode, dispatch, chance that a request is doubled in a storm, first seed known to show it); a seed may
+# change its meaning when the product changes, so more are tried; 0: the seed's own conditions
 SHOWN = {
     "term": (Mode.ASYNC, Dispatch.MASTER, 0.2, 6),
     "commit chain": (Mode.ASYNC, Dispatch.ETCD, 0.0, 0),
@@ -74,22 +75,34 @@ def test_the_simulation_misses_the_safeguard(name):
     for seed in range(first, first + MOST_SEEDS):
         with ABLATIONS[name]():
             broken = outcome(seed).violations
-        if broken and not outcome(seed).violations:  # a storm of doubled requests can break other promises as well
+        # a storm of doubled requests can break other promises as well
+        if broken and not outcome(seed).violations:
             return
-    pytest.fail(f"{MOST_SEEDS} seeds ran without the safeguard {name!r}, and no promise was broken for lack of it")
+    pytest.fail(
+        f"{MOST_SEEDS} seeds ran without the safeguard {name!r}, and no promise was broken for lack of it"
+    )
 
 
 def test_without_the_chain_of_commits_a_task_is_given_to_two_trainers():
     with ABLATIONS["commit chain"]():
-        broken = [line for seed in range(4) for line in simulate(seed, Mode.ASYNC, dispatch=Dispatch.ETCD).violations]
-    assert any(re.match(r"task \d+ is at (\S+) \(attempt \d+\) and given to (?!\1)", line) for line in broken), broken
+        broken = [
+            line
+            for seed in range(4)
+            for line in simulate(seed, Mode.ASYNC, dispatch=Dispatch.ETCD).violations
+        ]
+    assert any(
+        re.match(r"task \d+ is at (\S+) \(attempt \d+\) and given to (?!\1)", line) for line in broken
+    ), broken
 
 
 def torn_once() -> Outcome:
-    """Every trainer dies at the first moment at which blocks are of different versions; they are started again at once."""
+    """Every trainer dies at the first moment at which blocks are of different versions; they are started
+    again at once."""
     short = plan_of(0, Mode.SYNC)
     job = replace(short.job, epochs=1)
-    short = replace(short, job=job, speed=Speed(0.01, 0.02), conditions=STEADY, faults=(), requests=(), slow=1.0)
+    short = replace(
+        short, job=job, speed=Speed(0.01, 0.02), conditions=STEADY, faults=(), requests=(), slow=1.0
+    )
     check, torn = SimulatedCluster.check_versions, []
 
     def checked(self: SimulatedCluster) -> None:
@@ -103,7 +116,10 @@ def torn_once() -> Outcome:
                     self.report_dead(node.name)
                     node.due_s = asyncio.get_running_loop().time() + 0.1
 
-    with replaced(SimulatedCluster, "check_versions", checked), replaced(Plan, "bound_s", property(lambda _: ENOUGH_S)):
+    with (
+        replaced(SimulatedCluster, "check_versions", checked),
+        replaced(Plan, "bound_s", property(lambda _: ENOUGH_S)),
+    ):
         outcome = simulate(0, Mode.SYNC, plan=short)
     assert torn, "no step was torn"
     return outcome
@@ -116,11 +132,16 @@ def test_without_the_version_before_a_torn_step_never_gets_whole_again():
 
 
 def rolled_back_to_a_part_that_was_written_late() -> Outcome:
-    """Each part waits on the storage for longer than a step takes, and a parameter server dies once some of them are written."""
+    """Each part waits on the storage for longer than a step takes, and a parameter server dies once some of
+    them are written."""
     job = Job(Mode.SYNC, files=(24,), task_records=6, minibatch=4, lanes=4, epochs=3, seed=0, tables=True)
     death = Fault(7.0, FaultKind.KILL_PSERVER, lasts_s=0.1, noticed=True)
-    plan = replace(plan_of(0, Mode.SYNC), job=job, trainers=2, pservers=2, masters=1, checkpoint_every=1, slow=1.0)
-    plan = replace(plan, speed=Speed(0.2, 0.3), storage_s=1.0, conditions=STEADY, faults=(death,), requests=())
+    plan = replace(
+        plan_of(0, Mode.SYNC), job=job, trainers=2, pservers=2, masters=1, checkpoint_every=1, slow=1.0
+    )
+    plan = replace(
+        plan, speed=Speed(0.2, 0.3), storage_s=1.0, conditions=STEADY, faults=(death,), requests=()
+    )
     outcome = simulate(0, Mode.SYNC, plan=plan)
     assert outcome.timeline, "the job did not go back"
     return outcome

@@ -1,4 +1,5 @@
-"""max_staleness with a trainer eight times slower, whatever fails: no trainer computes with parameters much older than the bound, and none waits for ever.
+"""max_staleness with a trainer eight times slower, whatever fails: no trainer computes with parameters much
+older than the bound, and none waits for ever.
 
 Seconds are those of the virtual clock, so they are the same in every run.
 """

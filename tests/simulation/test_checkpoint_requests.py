@@ -1,4 +1,5 @@
-"""Many requests for checkpoints at once: each gets one that was begun after it (operator_requests.py checks that)."""
+"""Many requests for checkpoints at once: each gets one that was begun after it (operator_requests.py checks
+that)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from trireme_shared.protocol.records.operations import OperationState
 
 
 def crowded(seed: int, mode: Mode, dispatch: Dispatch) -> Plan:
-    """The plan of that seed with ten requests in pairs: the second may come while the checkpoint of the first is made."""
+    """The plan of that seed with ten requests in pairs: the second may come while the checkpoint of the first
+    is made."""
     plan, rng = plan_of(seed, mode, dispatch), random.Random(f"crowd-{seed}")
     first = [rng.uniform(0.5, plan.window_s) for _ in range(5)]
     times = sorted([*first, *(at + rng.uniform(0.0, 1.0) for at in first)])

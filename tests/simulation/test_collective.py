@@ -1,4 +1,5 @@
-"""Collective jobs in the simulation: every promise is kept whatever fails, and each safeguard, switched off, is missed."""
+"""Collective jobs in the simulation: every promise is kept whatever fails, and each safeguard, switched off,
+is missed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from trireme_shared.protocol.records import Mode
 FEW, MANY = 2, 320
 MENDED = (257, 259, 296, 8782, 20088)  # what they showed once may not come again
 
-# the moment, and seeds known to show what is missing; a seed may change its meaning when the product changes, so more are tried
+# the moment, and seeds known to show what is missing; a seed may change its meaning when the product changes,
+# so more are tried
 SHOWN = {
     "kept means": ("torn", 19),
     "statements": ("torn", 19),
@@ -107,11 +109,23 @@ def test_after_training_a_trainer_that_was_frozen_does_not_export_what_it_has(se
     """It comes back while there is no master; who made the last steps dies meanwhile."""
     drawn, frozen = collective_plan(seed), Fault(4.0, FaultKind.FREEZE_TRAINER, 0.99, 9.0)
     job = replace(
-        drawn.job, files=(24, 24), task_records=6, minibatch=2, lanes=1, epochs=1, tables=False, schedule="none"
+        drawn.job,
+        files=(24, 24),
+        task_records=6,
+        minibatch=2,
+        lanes=1,
+        epochs=1,
+        tables=False,
+        schedule="none",
     )
-    deaths = Fault(10.16, FaultKind.KILL_MASTER, 0.0, 8.0), Fault(10.2, FaultKind.KILL_TRAINER, 0.0, 30.0, noticed=True)
+    deaths = (
+        Fault(10.16, FaultKind.KILL_MASTER, 0.0, 8.0),
+        Fault(10.2, FaultKind.KILL_TRAINER, 0.0, 30.0, noticed=True),
+    )
     given = {"conditions": STEADY, "requests": (), "checkpoint_every": None, "slow": 1.0, "evaluate": True}
-    plan = replace(drawn, job=job, speed=Speed(0.2, 0.2), trainers=2, masters=1, faults=(frozen, *deaths), **given)
+    plan = replace(
+        drawn, job=job, speed=Speed(0.2, 0.2), trainers=2, masters=1, faults=(frozen, *deaths), **given
+    )
     outcome = simulate(seed, Mode.SYNC, plan=plan)
     assert not outcome.violations, f"\n  {outcome}"
 
@@ -136,7 +150,9 @@ def test_the_simulation_misses_the_safeguard(name):
             broken = [line for line in play(moment, seed).violations if line != "nothing has happened"]
         if broken and not play(moment, seed).violations:
             return
-    pytest.fail(f"{MOST_SEEDS} seeds ran without the safeguard {name!r}, and no promise was broken for lack of it")
+    pytest.fail(
+        f"{MOST_SEEDS} seeds ran without the safeguard {name!r}, and no promise was broken for lack of it"
+    )
 
 
 def test_without_doubt_who_comes_back_is_listed_with_a_version_that_it_cannot_go_on_from():
@@ -149,7 +165,13 @@ def test_without_doubt_who_comes_back_is_listed_with_a_version_that_it_cannot_go
         drawn = collective_plan(seed)
         job = replace(drawn.job, files=(24, 20), task_records=4, minibatch=2, lanes=4, epochs=3)
         fault = Fault(3.0, FaultKind.CUT_TRAINER if seed % 2 else FaultKind.FREEZE_TRAINER, lasts_s=10.0)
-        steady = {"masters": 1, "speed": Speed(0.2, 0.4), "conditions": STEADY, "slow": 1.0, "stragglers": False}
+        steady = {
+            "masters": 1,
+            "speed": Speed(0.2, 0.4),
+            "conditions": STEADY,
+            "slow": 1.0,
+            "stragglers": False,
+        }
         plan = replace(drawn, job=job, trainers=3, faults=(fault,), **steady)
         with replaced(collective, "_without_doubted", listed_at_once), replaced(mean_blocks, "KEPT_BYTES", 0):
             broken = simulate(seed, Mode.SYNC, plan=plan).violations

@@ -1,4 +1,5 @@
-"""Hosts of a cluster are cut off, come back with living children, die and start again: work moves once, and no index is held twice."""
+"""Hosts of a cluster are cut off, come back with living children, die and start again: work moves once, and
+no index is held twice."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def served(hosts: list[SimulatedHost], job: str) -> bool:
 
 
 def moved_after(folder: Path, cut_s: float, seed: int) -> tuple[float, list[str]]:
-    """A host with a job's parameter server is cut off for so long. After how long another host serves it, and broken promises."""
+    """A host with a job's parameter server is cut off for so long. After how long another host serves it, and
+    broken promises."""
 
     async def main() -> tuple[float, list[str]]:
         jobs, clock = SimulatedJobs(), asyncio.get_running_loop().time
@@ -80,9 +82,13 @@ def moved_after(folder: Path, cut_s: float, seed: int) -> tuple[float, list[str]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_host_that_is_cut_off_is_replaced_as_soon_as_its_members_leases_end(tmp_path: Path, seed: int) -> None:
+def test_a_host_that_is_cut_off_is_replaced_as_soon_as_its_members_leases_end(
+    tmp_path: Path, seed: int
+) -> None:
     took_s, broken = moved_after(tmp_path, 60.0, seed)
-    assert took_s < LEASE_S + 1.5, "the simulated etcd ends a lease up to a second late; a member starts in 0.3 s"
+    assert took_s < LEASE_S + 1.5, (
+        "the simulated etcd ends a lease up to a second late; a member starts in 0.3 s"
+    )
     assert broken == []
 
 
@@ -128,7 +134,8 @@ def test_a_host_that_comes_back_within_its_leases_keeps_its_places(tmp_path: Pat
 
 
 def lost_agents(folder: Path) -> list[bool]:
-    """Agents alone lose their leases; their children go on. Whether the parameter server was the same process after each time."""
+    """Agents alone lose their leases; their children go on. Whether the parameter server was the same process
+    after each time."""
 
     async def main() -> list[bool]:
         jobs = SimulatedJobs()
@@ -158,7 +165,8 @@ def test_without_a_look_at_the_members_such_an_agent_would_lose_its_places(tmp_p
 
 
 def silenced(folder: Path, seed: int) -> tuple[bool, list[str]]:
-    """etcd is silent for longer than all leases, again and again. Whether every process is the same one then, and broken promises."""
+    """etcd is silent for longer than all leases, again and again. Whether every process is the same one then,
+    and broken promises."""
 
     async def main() -> tuple[bool, list[str]]:
         jobs = SimulatedJobs()
@@ -214,7 +222,9 @@ def test_jobs_outlive_hosts_that_are_cut_off_and_killed_at_any_time(tmp_path: Pa
                 await until(lambda name=name: served(hosts, name), f"job {name} to go on", REST_S)
                 assert await jobs.standing(name) is Standing.ACTIVE
             await asyncio.sleep(20)
-            members = [member for host in hosts for kind in ("pserver", "trainer") for member in host.running(kind)]
+            members = [
+                member for host in hosts for kind in ("pserver", "trainer") for member in host.running(kind)
+            ]
             assert len(members) == 4, members
         assert broken + held_twice(hosts) + jobs.check_history() == []
         await jobs.end()

@@ -1,4 +1,5 @@
-"""The key of a member is deleted, and its lease is never revoked: whoever evicts it may die in between. The member starts again, and the job goes on."""
+"""The key of a member is deleted, and its lease is never revoked: whoever evicts it may die in between. The
+member starts again, and the job goes on."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def deleted(kind: str, mode: Mode) -> Outcome:
         self.processes["operator"] = Process("operator")
         self.processes["operator"].spawn(delete(self))
 
-    with replaced(SimulatedCluster, "open", open_and_delete), replaced(Plan, "bound_s", property(lambda _: BOUND_S)):
+    with (
+        replaced(SimulatedCluster, "open", open_and_delete),
+        replaced(Plan, "bound_s", property(lambda _: BOUND_S)),
+    ):
         return simulate(3, mode, plan=plan)
 
 

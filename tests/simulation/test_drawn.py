@@ -1,4 +1,5 @@
-"""Jobs of drawn settings that break at moments of their own: while they evaluate, end, export, save, go back, or get more epochs."""
+"""Jobs of drawn settings that break at moments of their own: while they evaluate, end, export, save, go back,
+or get more epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Evaluations while a job trains, under kills of everybody: each once, with the undisturbed run's sums, and no bit of training changes."""
+"""Evaluations while a job trains, under kills of everybody: each once, with the undisturbed run's sums, and
+no bit of training changes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from trireme_shared.protocol.records.job_choices import StopEarly
 SEEDS = [pytest.param(seed, marks=[pytest.mark.soak] if seed >= 4 else []) for seed in range(8)]
 FEW = range(3)
 ONCE_FAILED: tuple[tuple[int, int | str], ...] = ((253, 1), (115, 2), (178, 2), (183, 2), (391, 2))
-MANY = [ONCE_FAILED, *(tuple((n, (1, 2, "epoch")[n % 3]) for n in range(k, k + 50)) for k in range(0, 200, 50))]
+MANY = [
+    ONCE_FAILED,
+    *(tuple((n, (1, 2, "epoch")[n % 3]) for n in range(k, k + 50)) for k in range(0, 200, 50)),
+]
 """Seeds, and how often each is evaluated."""
 ENOUGH_S = 30.0
 """Of virtual time, after the last fault; without the safeguard it would take for ever."""
@@ -36,7 +40,9 @@ ENOUGH_S = 30.0
 def plan(seed: int, every: int | str, mode: Mode = Mode.SYNC, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
     drawn, best = plan_of(seed, mode, dispatch), ["value:min", "value:max", None][seed % 3]
     drawn = replace(drawn, evaluate=True, evaluate_every=every, keep_best=best, independent=False)
-    return replace(drawn, job=replace(drawn.job, epochs=3, tables=seed % 2 == 1 and drawn.skip_after_s is None))
+    return replace(
+        drawn, job=replace(drawn.job, epochs=3, tables=seed % 2 == 1 and drawn.skip_after_s is None)
+    )
 
 
 def undisturbed(
@@ -66,11 +72,14 @@ def test_a_task_of_the_evaluation_after_training_may_take_longer_than_its_deadli
 
 @pytest.mark.parametrize("pservers", [1, 2])
 def test_what_a_part_that_is_being_written_builds_on_is_kept(pservers: int):
-    """Else a checkpoint whose parts take longer than training to the next one never counts, and training waits for its evaluation."""
+    """Else a checkpoint whose parts take longer than training to the next one never counts, and training
+    waits for its evaluation."""
     drawn = replace(undisturbed("epoch", 1), speed=Speed(0.1, 0.2), pservers=pservers, storage_s=2.0)
     job = replace(drawn.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, lanes=4, tables=True)
     lines: list[str] = []
-    outcome = simulate(0, Mode.SYNC, lines.append, replace(drawn, job=job, checkpoint_every=1, keep_checkpoints=1))
+    outcome = simulate(
+        0, Mode.SYNC, lines.append, replace(drawn, job=job, checkpoint_every=1, keep_checkpoints=1)
+    )
     assert not broken(outcome), str(outcome)
     assert any("part_written" in line and "deltas=1" in line for line in lines)
     assert not any("builds on" in line for line in lines)
@@ -85,15 +94,22 @@ def test_under_faults_each_evaluation_comes_once_with_the_same_sums(seed: int):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_stop_early_ends_at_the_same_step_under_faults(seed: int):
     drawn = plan(seed, [1, 2, "epoch"][seed % 3])
-    stopping = replace(drawn, stop_early="value:min:patience=1", job=replace(drawn.job, epochs=4, tables=seed % 2 == 1))
-    assert stopping_at(stopping.job, [1, 2, "epoch"][seed % 3], StopEarly(metric="value:min", patience=1)) is not None
+    stopping = replace(
+        drawn, stop_early="value:min:patience=1", job=replace(drawn.job, epochs=4, tables=seed % 2 == 1)
+    )
+    assert (
+        stopping_at(stopping.job, [1, 2, "epoch"][seed % 3], StopEarly(metric="value:min", patience=1))
+        is not None
+    )
     outcome = simulate(seed, Mode.SYNC, plan=stopping)
     assert not broken(outcome), str(outcome)
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
 @pytest.mark.parametrize("seed", FEW)
-def test_evaluations_of_an_asynchronous_job_are_each_of_one_version_under_faults(seed: int, dispatch: Dispatch):
+def test_evaluations_of_an_asynchronous_job_are_each_of_one_version_under_faults(
+    seed: int, dispatch: Dispatch
+):
     drawn = plan(seed, [1, 3, "epoch"][seed % 3], Mode.ASYNC, dispatch)
     outcome = simulate(seed, Mode.ASYNC, plan=drawn, dispatch=dispatch)
     assert not broken(outcome), str(outcome)
@@ -158,7 +174,9 @@ def test_without_the_parameters_set_again_training_is_changed():
     assert any("final parameters differ" in line for line in found), found
 
 
-@pytest.mark.parametrize(("mode", "told"), [(Mode.SYNC, "these differ"), (Mode.ASYNC, "they are of two instants")])
+@pytest.mark.parametrize(
+    ("mode", "told"), [(Mode.SYNC, "these differ"), (Mode.ASYNC, "they are of two instants")]
+)
 def test_without_the_rows_of_its_checkpoint_an_evaluation_is_of_another_version(mode: Mode, told: str):
     pin, first = vars(TinyCompute)["pin_rows"], []
 
@@ -185,10 +203,13 @@ def test_without_the_tasks_of_an_evaluation_put_back_the_job_waits_for_a_dead_tr
 
 
 def exported_twice() -> Outcome:
-    """The trainer's first report of the export is refused, so the export is tried again, after the best model's parameters were in use."""
+    """The trainer's first report of the export is refused, so the export is tried again, after the best
+    model's parameters were in use."""
     complete, refused = TaskSource.complete, []
 
-    async def refused_once(self: TaskSource, task: Task, done: CompleteTask, following: TakeNext | None = None) -> Any:
+    async def refused_once(
+        self: TaskSource, task: Task, done: CompleteTask, following: TakeNext | None = None
+    ) -> Any:
         if task.kind is TaskKind.EXPORT and not refused:
             refused.append(task)
             await self.fail(task, UserCodeError("the folder is full"))

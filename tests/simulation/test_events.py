@@ -1,4 +1,5 @@
-"""Who follows a job's events by the cursor misses none and sees none twice, though the master dies at any write."""
+"""Who follows a job's events by the cursor misses none and sees none twice, though the master dies at any
+write."""
 
 from __future__ import annotations
 
@@ -132,7 +133,9 @@ class Scenario:
     async def _take(self, trainer: str, request: str) -> Task:
         async def take(master: Master) -> TaskAnswer:
             generation = master.job.state.generation
-            return await master.acquire_task(AcquireTask(trainer=trainer, request=request, generation=generation))
+            return await master.acquire_task(
+                AcquireTask(trainer=trainer, request=request, generation=generation)
+            )
 
         answer = await self.insist(take)
         assert answer.task is not None, answer
@@ -150,7 +153,9 @@ class Scenario:
                 states.append((event.kv.mod_revision, JobState.model_validate_json(event.kv.value)))
         broken = list(self.follower.refused)
         if self.follower.seen != [told for _, told in written]:
-            broken.append(f"seen {_lines(self.follower.seen)}, written {_lines([told for _, told in written])}")
+            broken.append(
+                f"seen {_lines(self.follower.seen)}, written {_lines([told for _, told in written])}"
+            )
         broken += [
             f"event {after.event_id} follows {before.event_id}"
             for before, after in pairwise(self.follower.seen)
@@ -182,7 +187,8 @@ async def _unless_stale(report: Awaitable[Any]) -> bool:
 
 
 def run(last: int | None) -> tuple[list[str], int]:
-    """The first master dies instead of its write number `last`. Broken promises, and how many writes it made."""
+    """The first master dies instead of its write number `last`. Broken promises, and how many writes it
+    made."""
 
     async def main() -> tuple[list[str], int]:
         scenario = Scenario()

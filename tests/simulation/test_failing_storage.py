@@ -1,4 +1,5 @@
-"""The storage fails for some seconds just when an evaluated version, or the last one, is written: the job waits for it, and ends as the undisturbed run."""
+"""The storage fails for some seconds just when an evaluated version, or the last one, is written: the job
+waits for it, and ends as the undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,14 @@ def short(drawn: Plan, *, tables: bool, kinds: tuple[str, ...], member: str) -> 
     )
     fault = StorageFault(member, 0.0, FAILS_S, kinds, StorageError.FULL)
     given = {"evaluate": True, "evaluate_every": 2, "keep_best": "value:min", "checkpoint_every": None}
-    steady = {"conditions": STEADY, "faults": (), "requests": (), "slow": 1.0, "speed": Speed(0.05, 0.1), "masters": 1}
+    steady = {
+        "conditions": STEADY,
+        "faults": (),
+        "requests": (),
+        "slow": 1.0,
+        "speed": Speed(0.05, 0.1),
+        "masters": 1,
+    }
     return replace(drawn, job=job, trainers=2, storage_faults=(fault,), storage_s=0.0, **given, **steady)
 
 

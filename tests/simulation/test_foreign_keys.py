@@ -1,4 +1,5 @@
-"""Keys that nobody of ours wrote, under every prefix that somebody follows: each is passed over, and the job is whole."""
+"""Keys that nobody of ours wrote, under every prefix that somebody follows: each is passed over, and the job
+is whole."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ FOREIGN = (
     *("ps/foreign", "ps/7", "trainers/foreign", "trainers/foreign/0"),
     *("operations/foreign", "tasks/foreign", "tasks/foreign/0", "tasks/progress/foreign", "tasks/progress/0"),
     *("checkpoints/foreign", "checkpoints/foreign/0", "checkpoints/foreign/begun", "checkpoints/foreign/cut"),
-    *("checkpoints/foreign/finished/foreign", "checkpoints/foreign/finished/0", "checkpoints/foreign/finished/0/0"),
+    *(
+        "checkpoints/foreign/finished/foreign",
+        "checkpoints/foreign/finished/0",
+        "checkpoints/foreign/finished/0/0",
+    ),
     *("checkpoints/pservers/foreign", "checkpoints/latest/files/foreign"),
 )
 EVERY_S = 2.0
@@ -37,7 +42,9 @@ async def litter(cluster: SimulatedCluster) -> None:
     for number in range(TIMES):
         for name in FOREIGN:
             value = (b"{}", b"\xff no text", b"[1]")[(number + len(name)) % 3]
-            cluster.etcd.store.execute("/kv/put", {"key": (cluster.keys.prefix + name).encode(), "value": value})
+            cluster.etcd.store.execute(
+                "/kv/put", {"key": (cluster.keys.prefix + name).encode(), "value": value}
+            )
         cluster.etcd.overlook()
         await asyncio.sleep(EVERY_S)
 

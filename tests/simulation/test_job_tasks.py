@@ -1,4 +1,5 @@
-"""Pre- and post-tasks under leaders that die at any write, and members that die at any moment: one success of each is recorded."""
+"""Pre- and post-tasks under leaders that die at any write, and members that die at any moment: one success of
+each is recorded."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ async def runs_of(jobs: SimulatedJobs, job: str) -> dict[str, TaskRun]:
 
 
 def run(last: int | None, *, lose: int = 0) -> tuple[list[str], int, list[tuple[str, str, int]]]:
-    """The first leader dies instead of its write number `last`. `lose`: so many times the member that runs a task dies in the middle
-    of it. Broken promises, how many writes the leader made, the attempts that ended."""
+    """The first leader dies instead of its write number `last`. `lose`: so many times the member that runs a
+    task dies in the middle of it. Broken promises, how many writes the leader made, the attempts that
+    ended."""
 
     async def main() -> tuple[list[str], int, list[tuple[str, str, int]]]:
         jobs = SimulatedJobs(tasks=3, task_s=0.2)
@@ -37,7 +39,11 @@ def run(last: int | None, *, lose: int = 0) -> tuple[list[str], int, list[tuple[
         first = jobs.start_master("m1")
         await until(lambda: jobs.leading_node is first, "the first master to lead")
         jobs.start_master("m2")
-        members = [Member(jobs, "trainer", "t0"), Member(jobs, "trainer", "t1"), Member(jobs, "pserver", "p0")]
+        members = [
+            Member(jobs, "trainer", "t0"),
+            Member(jobs, "trainer", "t1"),
+            Member(jobs, "pserver", "p0"),
+        ]
         await until(lambda: len(first.master.state.members) == 3, "the pool")
         begin = len(first.crash_point.done)
         if last is not None:
@@ -57,7 +63,8 @@ def run(last: int | None, *, lose: int = 0) -> tuple[list[str], int, list[tuple[
         broken = jobs.check_history()
         runs = await runs_of(jobs, "a")
         broken += [f"{name} is {runs[name]}" for name in NAMES if runs[name].state is not TaskState.SUCCEEDED]
-        with contextlib.suppress(NotFound):  # the first request may have been answered, though nobody heard it
+        # the first request may have been answered, though nobody heard it
+        with contextlib.suppress(NotFound):
             await jobs.insist(lambda leader: leader.delete_job("a"))
         broken += [f"{name} is left" for name in await runs_of(jobs, "a")]
         writes = len(first.crash_point.done) - begin

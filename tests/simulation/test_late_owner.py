@@ -1,4 +1,5 @@
-"""A trainer of a collective job is late with a minibatch while others compute its lanes and get ahead; then the generation changes."""
+"""A trainer of a collective job is late with a minibatch while others compute its lanes and get ahead; then
+the generation changes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ LATE_LANE = 1  # that of lane 0 is computed by nobody else
 
 
 class LateOwner:
-    """The owner of a lane is late in the step before an evaluated version. A spare is killed once all others have made the step behind that version."""
+    """The owner of a lane is late in the step before an evaluated version. A spare is killed once all others
+    have made the step behind that version."""
 
     def __init__(self, plan: Plan) -> None:
         self.late_seed: int | None = step_seed(plan.job.seed, EVERY - 1, LATE_LANE)

@@ -1,4 +1,5 @@
-"""Work that takes longer than a task may be silent, at trainers that live: nobody else gets it, and nobody is evicted for waiting."""
+"""Work that takes longer than a task may be silent, at trainers that live: nobody else gets it, and nobody is
+evicted for waiting."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from trireme_shared.protocol.records import Dispatch, Mode
 
 def undisturbed(mode: Mode, dispatch: Dispatch, every: int | str | None = None) -> Plan:
     drawn = replace(plan_of(0, mode, dispatch), evaluate=True, evaluate_every=every, independent=False)
-    quiet = replace(drawn, conditions=STEADY, faults=(), requests=(), slow=1.0, trainers=2, speed=Speed(0.01, 0.02))
+    quiet = replace(
+        drawn, conditions=STEADY, faults=(), requests=(), slow=1.0, trainers=2, speed=Speed(0.01, 0.02)
+    )
     return replace(quiet, job=replace(quiet.job, epochs=2), stragglers=False)
 
 

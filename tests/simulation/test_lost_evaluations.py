@@ -1,4 +1,5 @@
-"""The checkpoint of an evaluated version is lost: the job goes back for it, and ends as the undisturbed run."""
+"""The checkpoint of an evaluated version is lost: the job goes back for it, and ends as the undisturbed
+run."""
 
 from __future__ import annotations
 
@@ -24,11 +25,19 @@ def killed(seed: int) -> Plan:
     drawn = collective_plan(seed)
     times = (4.0, 7.3, 10.1, 13.7, 16.2, 19.9)
     who = [(seed * 7 + number * 13) % 100 / 100 for number in range(len(times))]
-    faults = tuple(Fault(at_s, FaultKind.KILL_TRAINER, one, 0.1) for at_s, one in zip(times, who, strict=True))
+    faults = tuple(
+        Fault(at_s, FaultKind.KILL_TRAINER, one, 0.1) for at_s, one in zip(times, who, strict=True)
+    )
     often = {"keep_checkpoints": 1, "checkpoint_every": 1, "evaluate": True, "evaluate_every": 3}
     job = replace(drawn.job, schedule="none", lanes=max(2, drawn.job.lanes))
     return replace(
-        drawn, job=job, keep_best="value:min", trainers=max(2, drawn.trainers), faults=faults, storage_s=1.0, **often
+        drawn,
+        job=job,
+        keep_best="value:min",
+        trainers=max(2, drawn.trainers),
+        faults=faults,
+        storage_s=1.0,
+        **often,
     )
 
 

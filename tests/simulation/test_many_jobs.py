@@ -1,4 +1,5 @@
-"""Many jobs under leaders that die at any write: nothing is lost, nothing is doubled, and nothing is left behind."""
+"""Many jobs under leaders that die at any write: nothing is lost, nothing is doubled, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ DONE = {(job, str(task)) for job in "bc" for task in range(TASKS)}
 
 
 async def settled(ask: Awaitable[Any]) -> None:
-    """The first request may have been answered, though nobody heard it: then the second one comes too late."""
+    """The first request may have been answered, though nobody heard it: then the second one comes too
+    late."""
     with contextlib.suppress(Conflict, NotFound):
         await ask
 
 
 async def use(jobs: SimulatedJobs) -> list[str]:
-    """`a` runs, is paused, and is cancelled; `b` waits for its members and ends; `c` is paused while it waits, and resumed; `d` is
-    cancelled while it waits. At last all are deleted. Broken promises."""
+    """`a` runs, is paused, and is cancelled; `b` waits for its members and ends; `c` is paused while it
+    waits, and resumed; `d` is cancelled while it waits. At last all are deleted. Broken promises."""
     for name in "abcd":
         asked = job_of(name, {"min_trainers": 2} if name == "b" else None)
         await jobs.insist(lambda leader, asked=asked: create_once(leader, asked))
@@ -56,7 +58,8 @@ async def use(jobs: SimulatedJobs) -> list[str]:
 
 
 def run(last: int | None, *, at_last: Callable[[SimulatedJobs], None] | None = None) -> tuple[list[str], int]:
-    """The first leader dies instead of its write number `last`. Broken promises, and how many writes it made."""
+    """The first leader dies instead of its write number `last`. Broken promises, and how many writes it
+    made."""
 
     async def main() -> tuple[list[str], int]:
         jobs = SimulatedJobs(tasks=TASKS, task_s=0.2)
@@ -74,11 +77,14 @@ def run(last: int | None, *, at_last: Callable[[SimulatedJobs], None] | None = N
             broken = await use(jobs) + jobs.check_history()
             if last is None:
                 broken += [
-                    f"{task} of {job} is lost" for job, task in sorted(DONE - {(j, t) for j, _, t in jobs.taken})
+                    f"{task} of {job} is lost"
+                    for job, task in sorted(DONE - {(j, t) for j, _, t in jobs.taken})
                 ]
             await asyncio.sleep(5)
             left = {kv.key for kv in (await jobs.etcd.range("/", prefix=True)).kvs} - before
-            broken += [f"{key} is left" for key in sorted(left) if not key.startswith(jobs.keys.prefix + "cluster")]
+            broken += [
+                f"{key} is left" for key in sorted(left) if not key.startswith(jobs.keys.prefix + "cluster")
+            ]
             assert jobs.leading_node is not None
             state = jobs.leading_node.master.state
             kept = (state.jobs, state.assignments, state.gone_since, jobs.leading_node.master.term.jobs)
@@ -121,7 +127,8 @@ def test_a_leader_that_is_cut_off_at_any_write_and_comes_back_late_changes_nothi
 
 
 def late_write() -> list[str]:
-    """m1 starts job `a`; its write arrives when m2 has cancelled `a` and has given the only members to `b`. Broken promises."""
+    """m1 starts job `a`; its write arrives when m2 has cancelled `a` and has given the only members to `b`.
+    Broken promises."""
 
     async def main() -> list[str]:
         jobs = SimulatedJobs(tasks=200, task_s=0.2)
@@ -169,7 +176,11 @@ def test_a_hundred_jobs_on_a_pool_of_eight_all_end_once_and_leave_nothing():
             await until(lambda: len(jobs.leading_node.master.state.members) == 8, "the pool")
             before = {kv.key for kv in (await jobs.etcd.range("/", prefix=True)).kvs}
             for number, name in enumerate(names):
-                scheduling = {"priority": 10 * (number % 5), "min_trainers": 1 + number % 3, "weight": 1.0 + number % 2}
+                scheduling = {
+                    "priority": 10 * (number % 5),
+                    "min_trainers": 1 + number % 3,
+                    "weight": 1.0 + number % 2,
+                }
                 asked = job_of(name, scheduling)
                 await jobs.insist(lambda leader, asked=asked: create_once(leader, asked))
             for name in names:
@@ -185,7 +196,12 @@ def test_a_hundred_jobs_on_a_pool_of_eight_all_end_once_and_leave_nothing():
             left = {kv.key for kv in (await jobs.etcd.range("/", prefix=True)).kvs} - before
             assert {key for key in left if not key.startswith(jobs.keys.prefix + "cluster")} == set()
             term = jobs.leading_node.master.term
-            assert (term.state.jobs, term.state.assignments, term.state.gone_since, term.jobs) == ({}, {}, {}, {})
+            assert (term.state.jobs, term.state.assignments, term.state.gone_since, term.jobs) == (
+                {},
+                {},
+                {},
+                {},
+            )
             assert not any(term.state.unfit.values())
         await jobs.end()
 

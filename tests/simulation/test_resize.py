@@ -1,7 +1,8 @@
-"""A resize of a running job in the simulation: the promises hold whoever dies in whichever phase, and nothing moves in vain.
+"""A resize of a running job in the simulation: the promises hold whoever dies in whichever phase, and nothing
+moves in vain.
 
-Checked beside all other invariants: a push changes a block only at the owner that etcd's slot map names at that moment; no block
-is served by two parameter servers; the slot map's version only grows.
+Checked beside all other invariants: a push changes a block only at the owner that etcd's slot map names at
+that moment; no block is served by two parameter servers; the slot map's version only grows.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def resized(seed: int, mode: Mode, *, restart: bool = False) -> Plan:
     numbers = [(rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 4])) for _ in range(2)]
     drawn = plan_of(seed, mode)
     lanes = 4 if mode is Mode.SYNC else 1
-    job = replace(drawn.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, lanes=lanes, epochs=4, push_every=1)
+    job = replace(
+        drawn.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, lanes=lanes, epochs=4, push_every=1
+    )
     job = job if restart else replace(job, tables=seed % 2 == 0)
     requests = [
         OperatorRequest(at_s, RequestKind.RESIZE, members=members, restart=restart)
@@ -76,7 +79,10 @@ def growing(seed: int, mode: Mode) -> Plan:
 
 def played(plan: Plan) -> Outcome:
     if plan.job.tables and plan.job.mode is Mode.ASYNC:
-        with replaced(placement, "GROUP_BYTES", ROWS_BYTES // 8), replaced(TableRows, "handed_bytes", ROWS_BYTES):
+        with (
+            replaced(placement, "GROUP_BYTES", ROWS_BYTES // 8),
+            replaced(TableRows, "handed_bytes", ROWS_BYTES),
+        ):
             return simulate(plan.seed, plan.job.mode, plan=plan)
     with replaced(placement, "GROUP_BYTES", WITH_SKETCHES_BYTES if plan.job.tables else SMALL_GROUP_BYTES):
         return simulate(plan.seed, plan.job.mode, plan=plan)
@@ -100,7 +106,8 @@ def test_an_undisturbed_resize_moves_no_byte_in_vain(mode, seeds):
             if operation.state is OperationState.DONE:
                 assert found.phase is ResizePhase.COMMITTED
                 assert found.groups_moved == found.groups
-                if not plan.job.tables:  # rows come and go, so only about how many bytes they have is known before
+                # rows come and go, so only about how many bytes they have is known before
+                if not plan.job.tables:
                     assert found.bytes_moved == found.bytes
                 moved += found.groups_moved
             else:
@@ -114,7 +121,9 @@ def test_every_promise_is_kept_whoever_dies_in_whichever_phase(mode, victim):
     struck = 0
     for number, (phase, moved) in enumerate(MOMENTS):
         rng = random.Random(f"{mode}-{victim}-{number}")
-        kill = ResizeKill(phase, victim, moved, rng.choice([0.0, 0.005, 0.02, 0.1]), rng.choice([0.1, 1.0, 4.0]))
+        kill = ResizeKill(
+            phase, victim, moved, rng.choice([0.0, 0.005, 0.02, 0.1]), rng.choice([0.1, 1.0, 4.0])
+        )
         plan = replace(growing(number, mode), kills=(kill,), masters=rng.choice([1, 2]))
         tables = (number + list(Victim).index(victim)) % 2 == 0
         epochs = 4 if mode is Mode.SYNC else 3  # steps: else it is over before the last kill
@@ -143,7 +152,12 @@ def stormy(seed: int, mode: Mode) -> Plan:
     kills = [_kill(rng) for _ in range(rng.choice([1, 1, 2]))]
     requests = tuple(sorted((*plan.requests, *drawn.requests), key=lambda request: request.at_s))
     return replace(
-        plan, kills=tuple(kills), masters=2, conditions=conditions_of(rng), faults=drawn.faults, requests=requests
+        plan,
+        kills=tuple(kills),
+        masters=2,
+        conditions=conditions_of(rng),
+        faults=drawn.faults,
+        requests=requests,
     )
 
 
@@ -175,7 +189,9 @@ def test_without_the_migrations_name_what_was_handed_over_for_another_one_counts
         ResizePhase.MIGRATING, Victim.LEADER, 0, 0.0, 4.0
     )  # so the target dies before it counts
     target = ResizeKill(ResizePhase.MIGRATING, Victim.TARGET, 0, 1.5, 0.1)
-    _is_missed(lambda: replaced(resize, "handed_of", any_migration), Mode.SYNC, without_leader, target, first=1)
+    _is_missed(
+        lambda: replaced(resize, "handed_of", any_migration), Mode.SYNC, without_leader, target, first=1
+    )
 
 
 @pytest.mark.parametrize(("mode", "first"), [(Mode.SYNC, 7), (Mode.ASYNC, 0)])
@@ -184,7 +200,8 @@ def test_without_the_freeze_pushes_are_lost_between_the_last_copy_and_the_new_ow
 
 
 def test_without_rows_that_wait_for_the_norm_a_job_stops_or_goes_back_to_a_step_without_it():
-    """A parameter server that has rows and no blocks made the record of a step before it knew the norm, and wrote the manifest."""
+    """A parameter server that has rows and no blocks made the record of a step before it knew the norm, and
+    wrote the manifest."""
 
     settle_rows = Store.settle_rows
 
@@ -219,7 +236,9 @@ def test_without_the_ledger_of_slots_that_came_rows_of_an_asynchronous_job_lose_
     _is_missed(lambda: replaced(ledger, "_alike", alike), Mode.ASYNC, tables=True, first=1)
 
 
-def _is_missed(ablation: Callable, mode: Mode, *kills: ResizeKill, tables: bool | None = None, first: int = 0) -> None:
+def _is_missed(
+    ablation: Callable, mode: Mode, *kills: ResizeKill, tables: bool | None = None, first: int = 0
+) -> None:
     for seed in (first, *range(12)):
         slow = replace(STEADY, high_s=0.05)  # so that steps fall into the time of a hand-over
         plan = replace(growing(seed, mode), kills=kills, masters=1, conditions=slow)

@@ -1,4 +1,5 @@
-"""Jobs that operators restore several times, to older and to newer checkpoints: the metrics of all steps are those of the parameters."""
+"""Jobs that operators restore several times, to older and to newer checkpoints: the metrics of all steps are
+those of the parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from trireme_shared.protocol.records.operations import OperationKind, OperationS
 
 def drawn(kind: str, seed: int) -> Plan:
     return restored(
-        varied_plan(seed, Dispatch.MASTER) if kind == "collective" else drawn_plan(seed, Mode(kind), Dispatch.MASTER)
+        varied_plan(seed, Dispatch.MASTER)
+        if kind == "collective"
+        else drawn_plan(seed, Mode(kind), Dispatch.MASTER)
     )
 
 

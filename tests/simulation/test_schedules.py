@@ -1,4 +1,5 @@
-"""Learning rates per epoch and on plateau, under kills of everybody and rollbacks: the undisturbed run's bits, and its rate in each step."""
+"""Learning rates per epoch and on plateau, under kills of everybody and rollbacks: the undisturbed run's
+bits, and its rate in each step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from trainer_agent.loops.evaluating import Evaluator
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import LaneZero
 
-EPOCH_SEEDS, PLATEAU_SEEDS = (44, 49), (12, 37)  # the second ones are rolled back, behind a change of the rate
+# the second ones are rolled back, behind a change of the rate
+EPOCH_SEEDS, PLATEAU_SEEDS = (44, 49), (12, 37)
 
 
 def per_epoch(seed: int) -> Plan:

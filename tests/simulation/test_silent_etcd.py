@@ -1,4 +1,5 @@
-"""etcd is silent (frozen, or its packets are dropped) for longer than the leases: members wait, keep their state, and go on."""
+"""etcd is silent (frozen, or its packets are dropped) for longer than the leases: members wait, keep their
+state, and go on."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def kept(outcome: Outcome) -> None:
 
 
 def silent_plan(seed: int, mode: Mode, dispatch: Dispatch, away_s: float) -> Plan:
-    """Nothing else goes wrong. The members are enough to see each kind leave, and the job trains when etcd falls silent."""
+    """Nothing else goes wrong. The members are enough to see each kind leave, and the job trains when etcd
+    falls silent."""
     plan = plan_of(seed, mode, dispatch)
     job = replace(plan.job, epochs=3)
     members = {"trainers": 2, "pservers": 2, "speed": Speed(0.25, 0.5), "skip_after_s": None}

@@ -1,4 +1,5 @@
-"""The whole system, many times: masters, pservers and trainers under kills, freezes, partitions, losses and doublings.
+"""The whole system, many times: masters, pservers and trainers under kills, freezes, partitions, losses and
+doublings.
 
 A failure prints its seed, what was broken, and the command that plays it again and says everything.
 """
@@ -34,7 +35,8 @@ CHUNK, CHUNKS, CHUNKS_OF_EACH_RUN = 10, 14, 1
 
 
 def chunk(number: int):
-    """The first 10 seeds play in every run of the tests, the others with `pytest -m soak tests/simulation`."""
+    """The first 10 seeds play in every run of the tests, the others with `pytest -m soak
+    tests/simulation`."""
     seeds = range(number * CHUNK, (number + 1) * CHUNK)
     marks = [pytest.mark.soak] if number >= CHUNKS_OF_EACH_RUN else []
     return pytest.param(seeds, marks=marks, id=f"{seeds.start}-{seeds.stop - 1}")
@@ -44,18 +46,27 @@ def chunk(number: int):
 REGRESSIONS = {
     (Mode.ASYNC, 2): "a repeated initialisation on a stale view deleted the published layout",
     (Mode.ASYNC, 133): "a trainer waited for the answer of a master that had left the completed job",
-    (Mode.ASYNC, 3089): "a takeover's first attempt landed late and wrote the job's state back to generation 0",
+    (
+        Mode.ASYNC,
+        3089,
+    ): "a takeover's first attempt landed late and wrote the job's state back to generation 0",
     (Mode.ASYNC, 3191): "the same",
     (Mode.SYNC, 4): "trainers of a job begun again with other numbers waited for as many pservers as before",
     (Mode.SYNC, 47): "a pserver of a job begun again with fewer kept an index that is not wanted any more",
-    (Mode.SYNC, 81): "the only trainer was evicted in every step: its lanes together took longer than a minibatch may",
+    (
+        Mode.SYNC,
+        81,
+    ): "the only trainer was evicted in every step: its lanes together took longer than a minibatch may",
     (Mode.SYNC, 133): "a block that arrived as a pull timed out was announced but not taken",
 }
 
 
 MASTERLESS_REGRESSIONS = {
     (Mode.ASYNC, 17): "a task was closed between a parameter server's return and the count of what it lacks",
-    (Mode.SYNC, 50): "a lease that could not be revoked in a process that was cancelled left an error nobody asked for",
+    (
+        Mode.SYNC,
+        50,
+    ): "a lease that could not be revoked in a process that was cancelled left an error nobody asked for",
 }
 
 
@@ -87,12 +98,15 @@ def test_what_was_mended_without_a_master_stays_mended(mode, seed):
 
 @pytest.mark.parametrize("seed", [51, 127])
 def test_what_a_returned_parameter_server_lacks_is_counted_exactly_while_trainers_see_etcd_late(seed):
-    """A task that was finished by pushes to it was counted as lost: who closed the task did not know yet that it was back."""
+    """A task that was finished by pushes to it was counted as lost: who closed the task did not know yet that
+    it was back."""
     rng, faults = random.Random(seed), []
     for at_s in (3.0, 6.5, 10.0):
         killed_s = at_s + rng.random() * 2
         faults.append(Fault(killed_s, FaultKind.KILL_PSERVER, rng.random(), 0.1, noticed=True))
-        faults.append(Fault(killed_s + rng.uniform(0.0, 0.2), FaultKind.CUT_TRAINER, 0.0, 0.5, peer=Peer.ETCD))
+        faults.append(
+            Fault(killed_s + rng.uniform(0.0, 0.2), FaultKind.CUT_TRAINER, 0.0, 0.5, peer=Peer.ETCD)
+        )
     plan = replace(
         plan_of(seed, Mode.ASYNC, Dispatch.ETCD),
         faults=tuple(faults),
@@ -153,7 +167,9 @@ def test_a_frozen_trainer_does_not_stretch_the_time_between_two_checkpoints(disp
     copied = [float(line.split()[0]) for line in lines if " checkpoint_copied " in line]
     assert len(copied) > 4
     takeover_s = MASTER_TTL_S if dispatch is Dispatch.ETCD else 0.0  # the frozen one may be the sweeper
-    assert max(later - earlier for earlier, later in pairwise(copied)) <= seconds_between(4.0) + takeover_s, copied
+    assert max(later - earlier for earlier, later in pairwise(copied)) <= seconds_between(4.0) + takeover_s, (
+        copied
+    )
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
@@ -192,7 +208,9 @@ def test_a_parameter_server_that_freezes_in_a_pause_ends_it_and_costs_one_pause(
             paused = [float(other.split()[0]) for other in lines if other.endswith(f" paused step={step}")]
             stood_still.append(float(line.split()[0]) - paused[0])
     assert any("gave no sign of life" in line for line in causes)
-    assert all("gave no sign of life" in line or "is gone" in line for line in causes), "or its lease ended before"
+    assert all("gave no sign of life" in line or "is gone" in line for line in causes), (
+        "or its lease ended before"
+    )
     assert max(stood_still) <= SILENT_S + 0.1
 
 
@@ -243,20 +261,24 @@ def test_the_schedules_really_hurt():
     injected = 0
     for seed in (*MANY_FAULTS, *range(30, 90)):
         plan = plan_of(seed, Mode.SYNC)
-        if plan.conditions.break_stream:  # streams are few: by the drawn chance one in some thirty runs is broken
+        # streams are few: by the drawn chance one in some thirty runs is broken
+        if plan.conditions.break_stream:
             plan = replace(plan, conditions=replace(plan.conditions, break_stream=0.5))
         outcome = simulate(seed, Mode.SYNC, plan=plan)
         counts.update(outcome.counts)
         injected += outcome.injected
         if counts.keys() >= wanted and injected > 40:
             return
-    pytest.fail(f"60 seeds gave {counts} and {injected} faults; expected all of {wanted} and more than 40 faults")
+    pytest.fail(
+        f"60 seeds gave {counts} and {injected} faults; expected all of {wanted} and more than 40 faults"
+    )
 
 
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(16), marks=pytest.mark.soak)], ids=str)
 @pytest.mark.parametrize("mode", list(Mode))
 def test_requests_are_carried_out_where_nothing_fails(mode, seeds):
-    """Checkpoints on demand, ways back and members that leave; the last checkpoint answers where training is over.
+    """Checkpoints on demand, ways back and members that leave; the last checkpoint answers where training is
+    over.
 
     A request shortly before an asynchronous job ends may find no pause any more: the answer says just that.
     """
@@ -268,7 +290,10 @@ def test_requests_are_carried_out_where_nothing_fails(mode, seeds):
         kept(outcome)
         for operation in outcome.operations:
             answers[operation.state] += 1
-            late = mode is Mode.ASYNC and operation.reason == "the job is COMPLETED before the checkpoint was there"
+            late = (
+                mode is Mode.ASYNC
+                and operation.reason == "the job is COMPLETED before the checkpoint was there"
+            )
             assert operation.state is OperationState.DONE or late, operation
         kinds.update(request.kind for request in plan.requests)
     assert set(kinds) == set(RequestKind) - {RequestKind.RESIZE}

@@ -1,6 +1,8 @@
-"""A trainer of a collective job that is slow, also with its storage, and keeps on living: no evaluation is left out for that.
+"""A trainer of a collective job that is slow, also with its storage, and keeps on living: no evaluation is
+left out for that.
 
-Lanes leave it, so the owners of newer versions may have written all parts of those before it has written its part of an evaluated version.
+Lanes leave it, so the owners of newer versions may have written all parts of those before it has written its
+part of an evaluated version.
 """
 
 from __future__ import annotations
@@ -21,14 +23,22 @@ from trireme_shared.checkpoints.commit import EvaluatedFirst
 from trireme_shared.protocol.records import Dispatch, Mode
 
 SLOW, STORAGE_S = "trainer-0", 6.0
-SEEDS = [(Dispatch.MASTER, 0), (Dispatch.MASTER, 3), (Dispatch.ETCD, 2)]  # the lanes leave it at the right moment
+# the lanes leave it at the right moment
+SEEDS = [(Dispatch.MASTER, 0), (Dispatch.MASTER, 3), (Dispatch.ETCD, 2)]
 
 
 def plan_with_slow_storage(seed: int, dispatch: Dispatch) -> Plan:
     drawn = collective_plan(seed, dispatch)
     job = replace(drawn.job, files=(24, 24), task_records=4, minibatch=1, lanes=8, epochs=1, tables=False)
     masters = int(dispatch is Dispatch.MASTER)
-    settings: Any = {"trainers": 3, "masters": masters, "faults": (), "requests": (), "slow": 8.0, "stragglers": True}
+    settings: Any = {
+        "trainers": 3,
+        "masters": masters,
+        "faults": (),
+        "requests": (),
+        "slow": 8.0,
+        "stragglers": True,
+    }
     settings |= {"checkpoint_every": 1, "evaluate": True, "evaluate_every": 1, "rebalance_s": 6.0}
     return replace(drawn, job=job, speed=Speed(0.1, 0.12), conditions=STEADY, **settings)
 
@@ -36,7 +46,9 @@ def plan_with_slow_storage(seed: int, dispatch: Dispatch) -> Plan:
 def run(plan: Plan) -> list[str]:
     """What its members said."""
     said: list[str] = []
-    with replaced(collective, "storage_s_of", lambda _, trainer: STORAGE_S if trainer.startswith(SLOW) else 0.0):
+    with replaced(
+        collective, "storage_s_of", lambda _, trainer: STORAGE_S if trainer.startswith(SLOW) else 0.0
+    ):
         outcome = simulate(plan.seed, Mode.SYNC, said.append, plan)
     assert not outcome.violations, f"\n  {outcome}"
     assert lines(said, " lanes_moved ")

@@ -1,4 +1,5 @@
-"""Slow members: lanes leave them, others compute what is late, late tasks are given twice; every promise is kept.
+"""Slow members: lanes leave them, others compute what is late, late tasks are given twice; every promise is
+kept.
 
 Seconds are those of the virtual clock, so they are the same in every run.
 """
@@ -19,10 +20,14 @@ from tests.simulation.run import Outcome, simulate
 from trireme_shared.protocol.records import Dispatch, Mode, Strategy
 
 
-def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool, epochs: int = 4) -> Plan:
+def plan_with_a_slow_trainer(
+    seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool, epochs: int = 4
+) -> Plan:
     plan = plan_of(seed, mode, dispatch)
     lanes = 8 if mode is Mode.SYNC else 1
-    job = replace(plan.job, files=(16, 16, 12), task_records=4, minibatch=2, lanes=lanes, epochs=epochs, push_every=1)
+    job = replace(
+        plan.job, files=(16, 16, 12), task_records=4, minibatch=2, lanes=lanes, epochs=epochs, push_every=1
+    )
     return replace(
         plan,
         job=job,
@@ -44,7 +49,8 @@ def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, strag
 
 
 def run_beside_equals(plan: Plan) -> tuple[Outcome, str]:
-    """All but trainer-0 are equally fast: what its lanes cost there would depend on what is drawn for the others."""
+    """All but trainer-0 are equally fast: what its lanes cost there would depend on what is drawn for the
+    others."""
     with replaced(processes, "SLOWNESS", (1.0, 1.0, 1.0)):
         return run(plan, Mode.SYNC)
 
@@ -91,10 +97,17 @@ def test_others_compute_late_lanes_while_nothing_moves(dispatch, seed):
 )
 @pytest.mark.parametrize(("trainers", "left"), [(1, 1), (8, 8), (8, 1)])
 def test_nobody_is_evicted_because_steps_take_long(strategy, dispatch, trainers, left):
-    """A step takes longer than the shortest time limit from the first one on, or longer than those before because one trainer computes the lanes of all."""
-    drawn = plan_of(1, Mode.SYNC, dispatch) if strategy is not Strategy.COLLECTIVE else collective_plan(1, dispatch)
+    """A step takes longer than the shortest time limit from the first one on, or longer than those before
+    because one trainer computes the lanes of all."""
+    drawn = (
+        plan_of(1, Mode.SYNC, dispatch)
+        if strategy is not Strategy.COLLECTIVE
+        else collective_plan(1, dispatch)
+    )
     job = replace(drawn.job, files=(24,) * 4, task_records=12, minibatch=2, lanes=8, epochs=1, tables=False)
-    deaths = tuple(Fault(20.0, FaultKind.KILL_TRAINER, 0.0, None, noticed=True) for _ in range(trainers - left))
+    deaths = tuple(
+        Fault(20.0, FaultKind.KILL_TRAINER, 0.0, None, noticed=True) for _ in range(trainers - left)
+    )
     given = {
         "conditions": STEADY,
         "requests": (),

@@ -22,7 +22,9 @@ def drop(key: str) -> dict[str, Any]:
 
 
 def given(attempt: int = 1, trainer: str = "t1") -> dict[str, Any]:
-    task = PendingTask(attempt=attempt, trainer=trainer, stream="0", epoch=0, index=0, remaining_s=1.0, request="r")
+    task = PendingTask(
+        attempt=attempt, trainer=trainer, stream="0", epoch=0, index=0, remaining_s=1.0, request="r"
+    )
     return put(KEYS.pending("5"), task)
 
 
@@ -40,7 +42,9 @@ def checker() -> TaskChecker:
 
 def test_a_finished_task_is_not_given_again(checker):
     assert not list(checker.check([drop(KEYS.pending("5"))]))
-    assert list(checker.check([given(trainer="t2")])) == ["task 5 of epoch 0 was finished and is given again, to t2"]
+    assert list(checker.check([given(trainer="t2")])) == [
+        "task 5 of epoch 0 was finished and is given again, to t2"
+    ]
 
 
 def test_a_task_is_not_given_to_two(checker):
@@ -69,7 +73,8 @@ def test_a_roll_back_drops_the_queue_at_both_of_its_ends(checker):
 
 
 def test_a_task_may_be_given_by_the_transaction_that_ends_a_roll_back(checker):
-    """A master commits in groups: the queue is dropped in one transaction, the end of the rollback and a task are in a later one."""
+    """A master commits in groups: the queue is dropped in one transaction, the end of the rollback and a task
+    are in a later one."""
     assert not list(checker.check([state(3, Phase.ROLLING_BACK)]))
     assert not list(checker.check([drop(KEYS.pending("5"))]))
     assert not list(checker.check([state(3), given(attempt=2)]))

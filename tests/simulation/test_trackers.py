@@ -1,5 +1,6 @@
-"""Trackers through kills of everybody, rollbacks and changes of masters, in virtual time: each step once, with the undisturbed run's
-values, though the trackers die, too. tests/soak/test_series.py is the same with real processes."""
+"""Trackers through kills of everybody, rollbacks and changes of masters, in virtual time: each step once,
+with the undisturbed run's values, though the trackers die, too. tests/soak/test_series.py is the same with
+real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from trireme_shared.protocol.records.job_choices import Tracker as Wanted
 
 
 class Followers:
-    """Two trackers, as the leader's process feeds them whenever a master has stored something. Now and then that process dies."""
+    """Two trackers, as the leader's process feeds them whenever a master has stored something. Now and then
+    that process dies."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._rng = folder, random.Random(seed)
@@ -44,7 +46,11 @@ class Followers:
         for number, tracker in enumerate(self._trackers):
             told, reader = self._told[number], self._reader
             points = new_points(
-                reader.table, reader.steps.next, told, self._rng.choice([3, 1000]) if not over else 10_000, over=over
+                reader.table,
+                reader.steps.next,
+                told,
+                self._rng.choice([3, 1000]) if not over else 10_000,
+                over=over,
             )
             if points:
                 tracker.log(points)
@@ -57,7 +63,9 @@ class Followers:
         self._told = [dict(tracker.begin(self._run()) or {}) for tracker in self._trackers]
 
     def _run(self) -> Run:
-        return Run("a", "run-1", self.deaths + 1, str(self._folder), {}, Wanted(kind="csv"), {}, lambda _: None)
+        return Run(
+            "a", "run-1", self.deaths + 1, str(self._folder), {}, Wanted(kind="csv"), {}, lambda _: None
+        )
 
     def end(self, contents: dict[str, bytes]) -> None:
         self.look(contents, over=True)
@@ -74,7 +82,9 @@ def csv_file(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 5])  # three of them roll back
-def test_under_faults_trackers_have_each_step_once_with_the_undisturbed_values(seed: int, tmp_path: Path) -> None:
+def test_under_faults_trackers_have_each_step_once_with_the_undisturbed_values(
+    seed: int, tmp_path: Path
+) -> None:
     followers, history = Followers(tmp_path, seed), list[dict[str, bytes]]()
     write = MemorySeries.write
 

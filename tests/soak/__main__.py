@@ -1,4 +1,5 @@
-"""`python -m tests.soak --seed 7 --faults 30` (`make soak`): break a job of real processes that often, compare every bit."""
+"""`python -m tests.soak --seed 7 --faults 30` (`make soak`): break a job of real processes that often,
+compare every bit."""
 
 from __future__ import annotations
 
@@ -28,17 +29,29 @@ from trireme_shared.protocol.records import Mode, Strategy
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--seed", type=int, nargs="+", default=[time.time_ns() % 100_000], help="one run for each")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[time.time_ns() % 100_000], help="one run for each"
+    )
     parser.add_argument("--faults", type=int, default=30)
-    parser.add_argument("--transport", nargs="+", default=["auto"], help="TRIREME_TRANSPORT; one run for each")
+    parser.add_argument(
+        "--transport", nargs="+", default=["auto"], help="TRIREME_TRANSPORT; one run for each"
+    )
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.SYNC)
-    parser.add_argument("--strategy", type=Strategy, choices=list(Strategy), default=Strategy.PARAMETER_SERVER)
-    parser.add_argument("--exchange", choices=["direct", "native"], default="direct", help="of a collective job")
+    parser.add_argument(
+        "--strategy", type=Strategy, choices=list(Strategy), default=Strategy.PARAMETER_SERVER
+    )
+    parser.add_argument(
+        "--exchange", choices=["direct", "native"], default="direct", help="of a collective job"
+    )
     parser.add_argument("--workload", choices=list(WORKLOADS), default="charlm")
-    parser.add_argument("--kinds", type=Kind, choices=list(Kind), nargs="+", help="default: all of the strategy")
+    parser.add_argument(
+        "--kinds", type=Kind, choices=list(Kind), nargs="+", help="default: all of the strategy"
+    )
     parser.add_argument("--spared", nargs="+", default=[], help="processes that get no signal: do they grow?")
     parser.add_argument(
-        "--receipts", type=Path, help="append what each fault cost to this file, once a run has ended as it should"
+        "--receipts",
+        type=Path,
+        help="append what each fault cost to this file, once a run has ended as it should",
     )
     parser.add_argument("--folder", type=Path, help="keep what the runs leave here; must not exist")
     arguments = parser.parse_args()
@@ -51,7 +64,9 @@ def main() -> int:
     arguments.kinds = permitted(asked or known)
     if not arguments.kinds:
         return 2
-    folder = arguments.folder.absolute() if arguments.folder else Path(tempfile.mkdtemp(prefix="trireme-soak-"))
+    folder = (
+        arguments.folder.absolute() if arguments.folder else Path(tempfile.mkdtemp(prefix="trireme-soak-"))
+    )
     failed = runs(folder, arguments)
     if failed or arguments.folder:
         say(f"what the runs left is in {folder}")
@@ -61,7 +76,8 @@ def main() -> int:
 
 
 def permitted(kinds: Sequence[Kind]) -> list[Kind]:
-    """Without those that need a network or file systems of the soak's own where it may not have them; says so."""
+    """Without those that need a network or file systems of the soak's own where it may not have them; says
+    so."""
     left = list(kinds)
     for group, obstacle in ((PACKETS, isolation.no_packets), (DISKS, isolation.no_disks)):
         if (wanted := [kind for kind in left if kind in group]) and (why := obstacle()):
@@ -84,10 +100,14 @@ def runs(folder: Path, arguments: argparse.Namespace) -> int:
             check_exactly_once(left_alone, epochs)
             say(f"undisturbed: {epochs} epochs in {time.monotonic() - begin:.0f} s")
             if strategy is Strategy.COLLECTIVE:
-                alone = asyncio.run(undisturbed(folder / "alone", epochs, strategy=strategy, workload=workload))
+                alone = asyncio.run(
+                    undisturbed(folder / "alone", epochs, strategy=strategy, workload=workload)
+                )
                 check_exactly_once(alone, epochs)
                 check_bits(left_alone, alone, "those of the job with a parameter server")
-                say("one trainer of a collective job, left alone: the bits of the job with a parameter server")
+                say(
+                    "one trainer of a collective job, left alone: the bits of the job with a parameter server"
+                )
         except SoakError as error:
             say(f"the undisturbed run FAILED: {error}")
             return 1
@@ -103,18 +123,33 @@ def runs(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def one(
-    folder: Path, left_alone: Trained | None, epochs: int, seed: int, transport: str, arguments: argparse.Namespace
+    folder: Path,
+    left_alone: Trained | None,
+    epochs: int,
+    seed: int,
+    transport: str,
+    arguments: argparse.Namespace,
 ) -> list[Cost] | None:
     """One disturbed job; None if it did not end as it should. What a failed one left is kept in `folder`."""
     faults, mode, kinds = arguments.faults, arguments.mode, arguments.kinds
-    strategy, crew = arguments.strategy, replace(CREWS[arguments.strategy], spared=frozenset(arguments.spared))
-    again = f'make soak SEED={seed} FAULTS={faults} TRANSPORT={transport} MODE={mode} STRATEGY={strategy} EXCHANGE={arguments.exchange} WORKLOAD={arguments.workload} KINDS="{" ".join(kinds)}"'
+    strategy, crew = (
+        arguments.strategy,
+        replace(CREWS[arguments.strategy], spared=frozenset(arguments.spared)),
+    )
+    again = (
+        f"make soak SEED={seed} FAULTS={faults} TRANSPORT={transport} MODE={mode} STRATEGY={strategy} "
+        f'EXCHANGE={arguments.exchange} WORKLOAD={arguments.workload} KINDS="{" ".join(kinds)}"'
+    )
     say(f"seed {seed}, {faults} faults, {transport}; again: {again}")
     begin = time.monotonic()
     try:
         growth = Growth(crew.trainers)
         options = {"transport": transport, "mode": mode, "kinds": kinds, "strategy": strategy, "crew": crew}
-        options |= {"workload": WORKLOADS[arguments.workload], "growth": growth, "exchange": arguments.exchange}
+        options |= {
+            "workload": WORKLOADS[arguments.workload],
+            "growth": growth,
+            "exchange": arguments.exchange,
+        }
         broken, costs = asyncio.run(disturbed(folder, epochs, seed, faults, say, **options))
         verify(left_alone, broken, costs, epochs)
         if strategy is Strategy.COLLECTIVE:
@@ -131,7 +166,10 @@ def one(
     if mode is Mode.ASYNC:
         what = f"each minibatch was applied once or is on record: {broken.summary['losses']}"
     records = f"each of {broken.windows.total()} records counted once in each of {epochs} epochs"
-    say(f"seed {seed}, {transport}: {len(costs)} faults in {time.monotonic() - begin:.0f} s; {what}, {records}")
+    say(
+        f"seed {seed}, {transport}: {len(costs)} faults in {time.monotonic() - begin:.0f} s; "
+        f"{what}, {records}"
+    )
     return costs
 
 

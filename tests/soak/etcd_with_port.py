@@ -1,4 +1,5 @@
-"""`trireme`, whose own etcd has a port, so that packets to it can be dropped: otherwise it listens at a UNIX socket.
+"""`trireme`, whose own etcd has a port, so that packets to it can be dropped: otherwise it listens at a UNIX
+socket.
 
 python -m tests.soak.etcd_with_port run SCRIPT ...
 """

@@ -1,6 +1,7 @@
 """Whether processes that live long, and etcd, hold more and more.
 
-a fault is over ─► file descriptors, threads and memory of every process, keys of the job ─► at the end the last third is compared with the first
+a fault is over ─► file descriptors, threads and memory of every process, keys of the job
+    ─► at the end the last third is compared with the first
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ class Growth:
     async def sample(self, run: Run) -> None:
         async with JobProbe(run.folder) as probe:
             try:
-                found = await probe.etcd.range(probe.keys.prefix, prefix=True, keys_only=True, timeout_s=ANSWER_S)
-                await probe.directory.wait_for(lambda view: view.state is not None, ANSWER_S, "the job's state")
+                found = await probe.etcd.range(
+                    probe.keys.prefix, prefix=True, keys_only=True, timeout_s=ANSWER_S
+                )
+                await probe.directory.wait_for(
+                    lambda view: view.state is not None, ANSWER_S, "the job's state"
+                )
             except PeerError:
                 return
             names = [each.key.removeprefix(probe.keys.prefix) for each in found.kvs]
@@ -68,9 +73,10 @@ class Growth:
         self._holds[name, pid].append(held)
 
     def check(self) -> None:
-        """Of trainers: more than a few threads, and descriptors beside those of shared memory, of which there are `most_memories`; more than a fifth of the
-        memory. Of etcd: more keys than members come and
-        go with, besides the history of the job. A master that begins to lead holds more, so masters are only told."""
+        """Of trainers: more than a few threads, and descriptors beside those of shared memory, of which there
+        are `most_memories`; more than a fifth of the memory. Of etcd: more keys than members come and go
+        with, besides the history of the job. A master that begins to lead holds more, so masters are only
+        told."""
         trainers = [(name, holds) for name, holds in self._long() if name.startswith("trainer")]
         grown = [text for name, holds in trainers if (text := _grown(name, holds, self._most_memories))]
         if len(self.keys) >= FEWEST and (first := _first(self.keys)) + 20 < (last := _last(self.keys)):
@@ -85,11 +91,16 @@ class Growth:
         return "\n".join(lines)
 
     def _long(self) -> list[tuple[str, list[Holds]]]:
-        return [(name, holds) for (name, _), holds in self._holds.items() if len(holds) >= FEWEST and name != "etcd"]
+        return [
+            (name, holds)
+            for (name, _), holds in self._holds.items()
+            if len(holds) >= FEWEST and name != "etcd"
+        ]
 
 
 def kinds_of(pid: int) -> Counter[str]:
-    """How many descriptors of each kind a process has: `memfd`, `tcp`, `unix`, `eventfd`, `pipe`, `file`, ... Raises OSError, psutil.Error."""
+    """How many descriptors of each kind a process has: `memfd`, `tcp`, `unix`, `eventfd`, `pipe`, `file`, ...
+    Raises OSError, psutil.Error."""
     families = {each.fd: each.family for each in psutil.Process(pid).net_connections("all")}
     found: Counter[str] = Counter()
     for name in os.listdir(folder := f"/proc/{pid}/fd"):  # noqa: PTH208
@@ -111,9 +122,10 @@ def _kind(link: str) -> str:
 
 
 def most_memories(trainers: int, lanes: int) -> int:
-    """Descriptors of shared memory that a trainer of a collective job may have. It has a region for its share and one for each node of gradients that
-    was ever in use at once: as many as it had lanes, so more of them after it was alone for a while. Each of its own has two descriptors (one is mmap's), one of another trainer that it has
-    mapped has one."""
+    """Descriptors of shared memory that a trainer of a collective job may have. It has a region for its share
+    and one for each node of gradients that was ever in use at once: as many as it had lanes, so more of them
+    after it was alone for a while. Each of its own has two descriptors (one is mmap's), one of another
+    trainer that it has mapped has one."""
     regions = 1 + lanes
     return 2 * regions + (trainers - 1) * regions
 
@@ -136,7 +148,8 @@ def _line(name: str, holds: Sequence[Holds]) -> str:
     rebuilds = holds[-1].generation - holds[0].generation
     return (
         f"{name}: {rebuilds} generations, descriptors {_first(descriptors):g} -> {_last(descriptors):g}, "
-        f"threads {_first(threads):g} -> {_last(threads):g}, MiB {_first(sizes) / MIB:.0f} -> {_last(sizes) / MIB:.0f}"
+        f"threads {_first(threads):g} -> {_last(threads):g}, MiB {_first(sizes) / MIB:.0f} -> "
+        f"{_last(sizes) / MIB:.0f}"
         f"{_of_which(holds)}"
     )
 
@@ -152,7 +165,11 @@ def _of_which(holds: Sequence[Holds]) -> str:
 
 
 def _columns(holds: Sequence[Holds]) -> tuple[list[int], list[int], list[int]]:
-    return [each.descriptors for each in holds], [each.threads for each in holds], [each.bytes for each in holds]
+    return (
+        [each.descriptors for each in holds],
+        [each.threads for each in holds],
+        [each.bytes for each in holds],
+    )
 
 
 def _first(numbers: Sequence[int]) -> float:

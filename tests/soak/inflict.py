@@ -1,6 +1,7 @@
 """One fault on a running job, and what it cost.
 
-kill: signal ─► the next step                       everything else: begin ─ its seconds ─► end ─► the next step
+kill: signal ─► the next step                       everything else: begin ─ its seconds ─► end
+    ─► the next step
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ OVERLAPPING_S = 0.5  # a pause shorter than that: the next fault does not wait u
 
 @dataclass(frozen=True)
 class Cost:
-    """`receipt`: since the fault began; its step was begun after the fault's end. `versions`: JobProbe.versions afterwards. `note`: what
-    else happened. `began`, `ended`: by the monotonic clock. Collective: `without_s`: from a trainer's long freeze to the others' next step;
-    `whole_s`: from the fault's end until as many trainers as desired had all parameters and were counted in."""
+    """`receipt`: since the fault began; its step was begun after the fault's end. `versions`:
+    JobProbe.versions afterwards. `note`: what else happened. `began`, `ended`: by the monotonic clock.
+    Collective: `without_s`: from a trainer's long freeze to the others' next step; `whole_s`: from the
+    fault's end until as many trainers as desired had all parameters and were counted in."""
 
     fault: Fault
     receipt: Receipt
@@ -52,18 +54,28 @@ class Cost:
     @property
     def after_s(self) -> float | None:
         """From the fault's end to the next step."""
-        return None if self.receipt.next_step_s is None else max(0.0, self.receipt.next_step_s - self.fault.seconds)
+        return (
+            None
+            if self.receipt.next_step_s is None
+            else max(0.0, self.receipt.next_step_s - self.fault.seconds)
+        )
 
     def __str__(self) -> str:
         receipt = self.receipt
         number = "" if receipt.next_step is None else f" {receipt.next_step}"
-        step = "no more steps" if receipt.next_step_s is None else f"step{number} after {receipt.next_step_s:.2f} s"
+        step = (
+            "no more steps"
+            if receipt.next_step_s is None
+            else f"step{number} after {receipt.next_step_s:.2f} s"
+        )
         if receipt.rolled_back:
             to = "the checkpoint" if receipt.rolled_back_to is None else receipt.rolled_back_to
             step += f", back to {to}, {receipt.records_replayed} again"
         if lost := {name: count for name, count in receipt.updates_lost.items() if count}:
             step += f", lost {lost}"
-        noticed = receipt.noticed if receipt.noticed_s is None else f"{receipt.noticed_s:.2f} s: {receipt.noticed}"
+        noticed = (
+            receipt.noticed if receipt.noticed_s is None else f"{receipt.noticed_s:.2f} s: {receipt.noticed}"
+        )
         without = "" if self.without_s is None else f"the others' next step after {self.without_s:.2f} s"
         back = "" if self.whole_s is None else f"all are back after {self.whole_s:.2f} s"
         return f"{self.fault!s:<36} {step}  [{'; '.join(filter(None, (noticed, self.note, without, back)))}]"
@@ -90,7 +102,8 @@ async def inflict(run: Run, fault: Fault, crew: Crew = SERVERS) -> Cost:
 
 
 async def _of_those_there(run: Run, fault: Fault, crew: Crew) -> Fault:
-    """A resize may have made a trainer of another number while the one before it was leaving: it is taken in its place."""
+    """A resize may have made a trainer of another number while the one before it was leaving: it is taken in
+    its place."""
     own = set(crew.roles["trainer"]) | crew.spared
 
     def there() -> dict[str, str] | None:
@@ -111,28 +124,40 @@ async def whole(run: Run, trainers: int) -> float:
         while True:
             run.check()
             listed, state = probe.directory.trainers, probe.state
-            if len(listed.names) == trainers and listed.generation == state.generation and await probe.versions():
+            if (
+                len(listed.names) == trainers
+                and listed.generation == state.generation
+                and await probe.versions()
+            ):
                 return time.monotonic()
             if time.monotonic() > deadline:
-                raise SoakError(f"waited {WHOLE_S:g} s for {trainers} trainers: {listed!r}, {state!r}\n{run.tail()}")
+                raise SoakError(
+                    f"waited {WHOLE_S:g} s for {trainers} trainers: {listed!r}, {state!r}\n{run.tail()}"
+                )
             await asyncio.sleep(POLL_S)
 
 
 async def _inflict(run: Run, fault: Fault, desired: int) -> Cost:
-    await until(lambda: alive(run.folder).keys() >= set(fault.victims), ALIVE_S, f"{fault.victims} to run", run.check)
+    await until(
+        lambda: alive(run.folder).keys() >= set(fault.victims), ALIVE_S, f"{fault.victims} to run", run.check
+    )
     victims = {name: pid for name, pid in alive(run.folder).items() if name in fault.victims}
     if fault.seconds:
         run.slow_down(VERY_SLOWLY_S)
     elif run.strategy is Strategy.COLLECTIVE:
         run.slow_down(SLOWLY_S)
         await asyncio.sleep(SETTLED_S)
-    async with JobProbe(run.folder, STALL_S if run.strategy is Strategy.COLLECTIVE else PROBE_STALL_S) as probe:
+    async with JobProbe(
+        run.folder, STALL_S if run.strategy is Strategy.COLLECTIVE else PROBE_STALL_S
+    ) as probe:
         before = await observe(probe)
         if fault.kind is Kind.KILL_EVERYTHING:
             run.kill_everything()
         elif fault.kind is Kind.KILL_JOINER:
             await _kill_joiner(run, fault, victims)
-            return Cost(fault, await measure(probe, replace(before, versions=None), victims), await probe.versions())
+            return Cost(
+                fault, await measure(probe, replace(before, versions=None), victims), await probe.versions()
+            )
         elif fault.kind is Kind.RESIZE:
             return await _resize(run, fault, desired, probe, before)
         elif not fault.seconds:
@@ -150,7 +175,9 @@ async def _inflict(run: Run, fault: Fault, desired: int) -> Cost:
             settled = lambda: run.exit_code is not None or "etcd" in alive(run.folder)  # noqa: E731
             await until(settled, ALIVE_S, "etcd to run, or the launcher's end", lambda: None)
             since_its_end = replace(before, versions=None)
-            receipt = await _unless_it_ends(run, measure(probe, since_its_end, victims or {fault.kind.value: 0}))
+            receipt = await _unless_it_ends(
+                run, measure(probe, since_its_end, victims or {fault.kind.value: 0})
+            )
             if receipt is not None:
                 return Cost(fault, receipt, await probe.versions(), note, without_s=without_s)
             if fault.kind is not Kind.FULL_DATA:
@@ -199,7 +226,8 @@ async def _resize(run: Run, fault: Fault, desired: int, probe: JobProbe, before:
     for number in (fault.trainers, desired):
         began, key = time.monotonic(), f"soak-{time.monotonic_ns()}"
         made = await asked(
-            run, lambda client, key=key, number=number: client.create_resize(ONLY_JOB, key=key, trainers=number)
+            run,
+            lambda client, key=key, number=number: client.create_resize(ONLY_JOB, key=key, trainers=number),
         )
         while made.state == "RUNNING":
             name = made.resize_id
@@ -241,7 +269,9 @@ async def _drop_packets(fault: Fault, urls: Collection[str], *, certain: bool) -
     with DroppedPackets(ports, 1.0 if certain else LOSS) as dropped:
         await asyncio.sleep(fault.seconds)
     if not dropped.count:
-        raise SoakError(f"no packet was sent to or from {', '.join(urls)} in {fault.seconds:g} s: nothing was cut")
+        raise SoakError(
+            f"no packet was sent to or from {', '.join(urls)} in {fault.seconds:g} s: nothing was cut"
+        )
     return f"{dropped.count} packets dropped"
 
 
@@ -267,7 +297,8 @@ def _check_words_about_a_full_disk(run: Run) -> None:
     said = run.said()
     if run.exit_code != DISK_FULL or "Traceback" in said or "error: the disk of" not in said:
         raise SoakError(
-            f"a full disk ended the launcher with exit code {run.exit_code}, not {DISK_FULL}, or unclearly:\n{said}"
+            f"a full disk ended the launcher with exit code {run.exit_code}, not {DISK_FULL}, or "
+            f"unclearly:\n{said}"
         )
 
 

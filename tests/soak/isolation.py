@@ -1,4 +1,5 @@
-"""A network and file systems of the soak's own (Linux namespaces), where it may drop packets and fill disks. They vanish with it.
+"""A network and file systems of the soak's own (Linux namespaces), where it may drop packets and fill disks.
+They vanish with it.
 
 `enter` starts this program again below `unshare`; as root, or where users may make namespaces.
 """
@@ -53,8 +54,8 @@ def _unshare() -> list[str]:
 
 
 class SmallDisk:
-    """A file system in memory at `folder`. `fill` takes all room that is left, `empty` gives it back. `release` leaves a plain
-    folder with the same files in its place, without those `but`."""
+    """A file system in memory at `folder`. `fill` takes all room that is left, `empty` gives it back.
+    `release` leaves a plain folder with the same files in its place, without those `but`."""
 
     def __init__(self, folder: Path, mebibytes: int) -> None:
         self.folder = folder
@@ -89,11 +90,15 @@ def _write_until_full(descriptor: int, piece: bytes) -> None:
 
 
 class DroppedPackets:
-    """While the block runs, TCP packets to and from `ports` of this network are dropped with this probability; `count`: how many
-    were, afterwards."""
+    """While the block runs, TCP packets to and from `ports` of this network are dropped with this
+    probability; `count`: how many were, afterwards."""
 
     def __init__(self, ports: Collection[int], probability: float) -> None:
-        chance = () if probability >= 1 else ("-m", "statistic", "--mode", "random", "--probability", str(probability))
+        chance = (
+            ()
+            if probability >= 1
+            else ("-m", "statistic", "--mode", "random", "--probability", str(probability))
+        )
         numbers = ",".join(map(str, sorted(ports)))
         self._rule = ("INPUT", "-p", "tcp", "-m", "multiport", "--ports", numbers, *chance, "-j", "DROP")
         self.count = 0

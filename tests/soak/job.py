@@ -1,5 +1,5 @@
-"""examples/charlm with a brake and a tally (tally.py). With SOAK_MODE=async there is an evaluation of EVALUATION_S seconds, in which
-nothing is trained."""
+"""examples/charlm with a brake and a tally (tally.py). With SOAK_MODE=async there is an evaluation of
+EVALUATION_S seconds, in which nothing is trained."""
 
 from __future__ import annotations
 

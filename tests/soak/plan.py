@@ -20,7 +20,8 @@ MAX_PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class Crew:
-    """The processes of a job. `frozen`: the roles that a freeze draws from. `spared`: names that no signal is sent to."""
+    """The processes of a job. `frozen`: the roles that a freeze draws from. `spared`: names that no signal is
+    sent to."""
 
     trainers: int
     pservers: int
@@ -32,9 +33,9 @@ class Crew:
     def roles(self) -> dict[str, list[str]]:
         counts = {"trainer": self.trainers, "pserver": self.pservers, "master": 1 + self.standbys}
         found = {role: [f"{role}-{number}" for number in range(count)] for role, count in counts.items()}
-        return {role: [name for name in names if name not in self.spared] for role, names in found.items()} | {
-            "etcd": ["etcd"]
-        }
+        return {
+            role: [name for name in names if name not in self.spared] for role, names in found.items()
+        } | {"etcd": ["etcd"]}
 
 
 CREWS = {
@@ -45,9 +46,10 @@ SERVERS = CREWS[Strategy.PARAMETER_SERVER]
 
 
 class Kind(StrEnum):
-    """kill: SIGKILL. freeze: SIGSTOP, later SIGCONT; a short one is over before the lease, a long one after it. cut: all packets to
-    and from the ports are dropped; lossy: `LOSS` of them. full: no byte can be written below the folder. Only collective jobs:
-    kill-joiner: a trainer, then its replacement `seconds` later; kill-trainers: all at once; resize: fewer, then as before."""
+    """kill: SIGKILL. freeze: SIGSTOP, later SIGCONT; a short one is over before the lease, a long one after
+    it. cut: all packets to and from the ports are dropped; lossy: `LOSS` of them. full: no byte can be
+    written below the folder. Only collective jobs: kill-joiner: a trainer, then its replacement `seconds`
+    later; kill-trainers: all at once; resize: fewer, then as before."""
 
     KILL_TRAINER = "kill-trainer"
     KILL_PSERVER = "kill-pserver"
@@ -84,8 +86,8 @@ ETCD_SILENT_S = (2.0, 6.0, 10.0)
 
 @dataclass(frozen=True)
 class Fault:
-    """`after_s`: pause since training went on from the fault before. `victims`: processes that get the signal. `seconds`: how long it
-    lasts; 0 for a kill. `trainers`: how many a resize asks for."""
+    """`after_s`: pause since training went on from the fault before. `victims`: processes that get the
+    signal. `seconds`: how long it lasts; 0 for a kill. `trainers`: how many a resize asks for."""
 
     kind: Kind
     victims: tuple[str, ...]
@@ -110,7 +112,9 @@ def _faults(chance: Random, kinds: Sequence[Kind], crew: Crew) -> Iterator[Fault
         kind = first.pop() if first else chance.choice(kinds)
         victims = _victims(kind, chance, crew)
         seconds, after_s = _seconds(kind, victims, chance), round(chance.uniform(0, MAX_PAUSE_S), 2)
-        yield Fault(kind, victims, seconds, after_s, chance.randrange(1, crew.trainers) if kind is Kind.RESIZE else 0)
+        yield Fault(
+            kind, victims, seconds, after_s, chance.randrange(1, crew.trainers) if kind is Kind.RESIZE else 0
+        )
 
 
 def _victims(kind: Kind, chance: Random, crew: Crew) -> tuple[str, ...]:
@@ -146,7 +150,9 @@ def _seconds(kind: Kind, victims: tuple[str, ...], chance: Random) -> float:
             return chance.choice((1.5, 3.0)) * lease_s
         case Kind.FREEZE_ETCD | Kind.CUT_ETCD:
             return chance.choice(ETCD_SILENT_S)
-        case Kind.LOSSY_ETCD | Kind.CUT_PSERVERS | Kind.LOSSY_PSERVERS | Kind.FULL_DATA | Kind.FULL_CHECKPOINTS:
+        case (
+            Kind.LOSSY_ETCD | Kind.CUT_PSERVERS | Kind.LOSSY_PSERVERS | Kind.FULL_DATA | Kind.FULL_CHECKPOINTS
+        ):
             return round(chance.uniform(2.0, 5.0), 1)
         case _:
             return 0.0

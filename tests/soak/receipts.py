@@ -1,4 +1,5 @@
-"""What faults cost, as tables; `python -m tests.soak.receipts FILE...` over all runs that wrote them there (`python -m tests.soak --receipts FILE`)."""
+"""What faults cost, as tables; `python -m tests.soak.receipts FILE...` over all runs that wrote them there
+(`python -m tests.soak --receipts FILE`)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from trireme.cli.chaos import Receipt
 
 def table(costs: Sequence[Cost]) -> str:
     """A line for each kind of fault."""
-    lines = [f"{'kind':<18}{'faults':>7}{'rolled back':>13}{'next step after its end, median':>33}{'longest':>10}"]
+    lines = [
+        f"{'kind':<18}{'faults':>7}{'rolled back':>13}{'next step after its end, median':>33}{'longest':>10}"
+    ]
     for kind in Kind:
         those = [cost for cost in costs if cost.fault.kind is kind]
         seconds = [cost.after_s for cost in those if cost.after_s is not None]
@@ -36,7 +39,9 @@ def collective_table(costs: Sequence[Cost]) -> str:
         "SIGKILL of one: next step of all others (goal 1 s)": [cost.receipt.next_step_s for cost in killed],
         "SIGKILL of one: noticed": [cost.receipt.noticed_s for cost in killed],
         "SIGKILL of one: it is back as a member": [cost.whole_s for cost in killed],
-        f"SIGSTOP of one: next step of all others (goal {LEASE_S + 0.5:g} s)": [cost.without_s for cost in frozen],
+        f"SIGSTOP of one: next step of all others (goal {LEASE_S + 0.5:g} s)": [
+            cost.without_s for cost in frozen
+        ],
         "SIGCONT: it is back as a member": [cost.whole_s for cost in frozen],
         "SIGKILL of all trainers: next step, rolled back": [cost.receipt.next_step_s for cost in everybody],
     }

@@ -52,9 +52,11 @@ class SoakError(AssertionError):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a job left: the exported parameters, its own summary; the records it had (`windows`) and how often each was
-    computed; `times`: of each minibatch, by the monotonic clock. `history`: synchronous, what the job itself has written of each step: (step, records).
-    `epochs`: (first step, records) of each epoch, as the job has written them. Asynchronous: pserver -> lowest and highest minibatches of the whole job that its blocks have applied."""
+    """What a job left: the exported parameters, its own summary; the records it had (`windows`) and how often
+    each was computed; `times`: of each minibatch, by the monotonic clock. `history`: synchronous, what the
+    job itself has written of each step: (step, records). `epochs`: (first step, records) of each epoch, as
+    the job has written them. Asynchronous: pserver -> lowest and highest minibatches of the whole job that
+    its blocks have applied."""
 
     parameters: Mapping[str, torch.Tensor]
     summary: Mapping[str, Any]
@@ -67,9 +69,9 @@ class Trained:
 
 
 class Run:
-    """In `folder`: `data` and `checkpoints` (with `small_disks` each on a file system of its own), what the launcher wrote (`out`,
-    `err`), which records were computed (`tally`). `transport`: see TRIREME_TRANSPORT. `etcd_port`: etcd
-    has a port instead of a UNIX socket."""
+    """In `folder`: `data` and `checkpoints` (with `small_disks` each on a file system of its own), what the
+    launcher wrote (`out`, `err`), which records were computed (`tally`). `transport`: see TRIREME_TRANSPORT.
+    `etcd_port`: etcd has a port instead of a UNIX socket."""
 
     def __init__(
         self,
@@ -103,11 +105,17 @@ class Run:
         self._process: subprocess.Popen[bytes] | None = None
         self._began_at = 0
         (folder / "tally").mkdir(parents=True)
-        self.disks = [SmallDisk(path, DISK_MIB) for path in (self._data, self._storage)] if small_disks else []
+        self.disks = (
+            [SmallDisk(path, DISK_MIB) for path in (self._data, self._storage)] if small_disks else []
+        )
         workload.prepare(folder.parent / "text")
 
     def start(self) -> None:
-        settings = {"lease_ttl_s": LEASE_S, "records_per_task": self.workload.records_per_task, "mode": self.mode}
+        settings = {
+            "lease_ttl_s": LEASE_S,
+            "records_per_task": self.workload.records_per_task,
+            "mode": self.mode,
+        }
         settings |= {"lanes": self._lanes}
         settings |= (
             {"checkpoint_every_steps": 5}
@@ -196,7 +204,9 @@ class Run:
         (folder,) = (path for path in (self._storage / JOB).iterdir() if path.name.startswith("run-"))
         stored = await read_all(StoredSeries(str(folder)))
         steps = [(bucket.step, bucket.value.weight) for bucket in stored.table.by_name[LOSS]]
-        return steps, [(epoch.first, epoch.sums[LOSS].weight) for _, epoch in sorted(stored.steps.epochs.items())]
+        return steps, [
+            (epoch.first, epoch.sums[LOSS].weight) for _, epoch in sorted(stored.steps.epochs.items())
+        ]
 
     async def _applied(self) -> dict[int, tuple[int, int]]:
         """When all is trained; job.py's evaluation takes long enough for a look."""
@@ -205,7 +215,9 @@ class Run:
             while probe.state.stage == "TRAIN":
                 self.check()
                 if time.monotonic() > deadline:
-                    raise SoakError(f"not everything was trained {END_S:g} s after the last fault: {probe.state!r}")
+                    raise SoakError(
+                        f"not everything was trained {END_S:g} s after the last fault: {probe.state!r}"
+                    )
                 await asyncio.sleep(POLL_S)
             found = {}
             for info in await pserver_infos(probe):
@@ -263,7 +275,9 @@ async def pserver_infos(probe: JobProbe) -> list[PserverInfo]:
         finally:
             await pserver.close()
     if len(found) != probe.directory.pservers_desired:
-        raise PeerError(f"only {len(found)} of {probe.directory.pservers_desired} parameter servers are there")
+        raise PeerError(
+            f"only {len(found)} of {probe.directory.pservers_desired} parameter servers are there"
+        )
     return found
 
 

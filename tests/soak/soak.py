@@ -70,8 +70,14 @@ async def disturbed(
     exchange: str = "direct",
     growth: Growth | None = None,
 ) -> tuple[Trained, list[Cost]]:
-    """Raises SoakError if the job does not get over a fault. `transport`: see TRIREME_TRANSPORT. `growth`: takes a sample after each."""
-    members = {"trainers": crew.trainers, "pservers": crew.pservers, "standbys": crew.standbys, "spares": seed % 2}
+    """Raises SoakError if the job does not get over a fault. `transport`: see TRIREME_TRANSPORT. `growth`:
+    takes a sample after each."""
+    members = {
+        "trainers": crew.trainers,
+        "pservers": crew.pservers,
+        "standbys": crew.standbys,
+        "spares": seed % 2,
+    }
     options = {"transport": transport, "mode": mode, "strategy": strategy, "workload": workload}
     options |= {"environment": {"TRIREME_EXCHANGE": exchange}} if exchange != "direct" else {}
     options |= {"small_disks": bool(DISKS & set(kinds)), "etcd_port": bool(PACKETS & set(kinds))}
@@ -88,20 +94,24 @@ async def disturbed(
             try:
                 cost = await inflict(run, fault, crew)
             except SoakError as error:
-                raise SoakError(f"fault {number} ({fault}), {at:.1f} s after the first step: {error}") from error
+                raise SoakError(
+                    f"fault {number} ({fault}), {at:.1f} s after the first step: {error}"
+                ) from error
             say(f"{number:3}/{faults}  {at:6.1f} s  {cost}")
             costs.append(cost)
             if growth is not None:
                 await growth.sample(run)
             due = epochs * workload.steps_per_epoch * number / (faults + 1)
-            early = max(cost.versions or (0,)) / unit > due - _steps_per_fault(strategy)  # steps go on before the next
+            # steps go on before the next
+            early = max(cost.versions or (0,)) / unit > due - _steps_per_fault(strategy)
             run.slow_down(VERY_SLOWLY_S if early else SLOWLY_S)
         run.slow_down(0)
         return await run.end(), costs
 
 
 async def _steps(run: Run) -> int:
-    """Until the first step is committed. Returns by how much a step of the job moves what JobProbe calls versions."""
+    """Until the first step is committed. Returns by how much a step of the job moves what JobProbe calls
+    versions."""
     await until((run.folder / "run.json").exists, ALIVE_S, "a master", run.check)
     async with JobProbe(run.folder) as probe:
         deadline = time.monotonic() + ALIVE_S

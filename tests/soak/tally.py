@@ -1,7 +1,8 @@
 """A brake and a tally for scripts of the soak. No bit depends on either.
 
-Each minibatch takes the seconds longer that the file SOAK_BRAKE says. Each record that is computed is one line in a file of
-this process in SOAK_TALLY: its fingerprint and the time by the monotonic clock, the same for a whole minibatch. MOMENTS: see moments/.
+Each minibatch takes the seconds longer that the file SOAK_BRAKE says. Each record that is computed is one
+line in a file of this process in SOAK_TALLY: its fingerprint and the time by the monotonic clock, the same
+for a whole minibatch. MOMENTS: see moments/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The launcher of containers against a real Docker Engine: `pytest -m soak tests/soak/test_docker_launcher.py`.
+"""The launcher of containers against a real Docker Engine: `pytest -m soak
+tests/soak/test_docker_launcher.py`.
 
-DOCKER_HOST names the Engine as for `docker`; TRIREME_TEST_IMAGE an image with `sh` that is there already (default: the newest one).
-Everything has a name of its own, and is removed at the end.
+DOCKER_HOST names the Engine as for `docker`; TRIREME_TEST_IMAGE an image with `sh` that is there already
+(default: the newest one). Everything has a name of its own, and is removed at the end.
 """
 
 from __future__ import annotations
@@ -25,9 +26,20 @@ from trireme_shared.platform.runtime import ids
 ADDRESS = os.environ.get("DOCKER_HOST", DEFAULT)
 # a service that says when it is asked to leave, and takes a second for it
 SCRIPT = (
-    "trap 'echo $TRIREME_NAME >> /data/left; sleep 1; exit 0' TERM; while [ ! -e /tmp/die ]; do sleep 0.1; done; exit 3"
+    "trap 'echo $TRIREME_NAME >> /data/left; sleep 1; exit 0' TERM; while [ ! -e /tmp/die ]; do sleep "
+    "0.1; done; exit 3"
 )
-LIMITS = ("Memory", "PidsLimit", "NanoCpus", "CapDrop", "SecurityOpt", "ReadonlyRootfs", "Tmpfs", "Init", "NetworkMode")
+LIMITS = (
+    "Memory",
+    "PidsLimit",
+    "NanoCpus",
+    "CapDrop",
+    "SecurityOpt",
+    "ReadonlyRootfs",
+    "Tmpfs",
+    "Init",
+    "NetworkMode",
+)
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
@@ -65,10 +77,27 @@ def project(image: str) -> Iterator[str]:
         docker("network", "create", "--internal", *mine, f"{name}_etcd")
         docker("volume", "create", *mine, f"{name}_data")
         docker(
-            *("create", "--name", f"{name}_trainer_1", "--network", f"{name}_default", "--network-alias", "trainer"),
+            *(
+                "create",
+                "--name",
+                f"{name}_trainer_1",
+                "--network",
+                f"{name}_default",
+                "--network-alias",
+                "trainer",
+            ),
             *mine,
             *("--label", "com.docker.compose.service=trainer", "--label", "com.docker.compose.oneoff=False"),
-            *("--init", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "0"),
+            *(
+                "--init",
+                "--read-only",
+                "--cap-drop",
+                "ALL",
+                "--security-opt",
+                "no-new-privileges",
+                "--user",
+                "0",
+            ),
             *("--memory", "64m", "--pids-limit", "50", "--cpus", "0.5", "--tmpfs", "/tmp:size=1m"),
             *("--volume", f"{name}_data:/data", "--volume", "/scratch", "--stop-timeout", "20"),
             *("--publish", "127.0.0.1::8470", "--restart", "on-failure:3", "--env", "TRIREME_TRAINERS=1"),
@@ -78,7 +107,14 @@ def project(image: str) -> Iterator[str]:
         docker("start", f"{name}_trainer_1")
         yield name
         assert (
-            docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={name}", "--filter", "label=trireme.id")
+            docker(
+                "ps",
+                "-aq",
+                "--filter",
+                f"label=com.docker.compose.project={name}",
+                "--filter",
+                "label=trireme.id",
+            )
             == ""
         )
     finally:
@@ -110,8 +146,12 @@ async def test_containers_are_copied_started_again_found_again_stopped_and_remov
             assert f"TRIREME_NAME={name}" in made["Config"]["Env"]
             assert made["NetworkSettings"]["Networks"].keys() == source["NetworkSettings"]["Networks"].keys()
             assert not made["HostConfig"]["PortBindings"]
-            volumes = {each["Destination"]: each["Name"] for each in made["Mounts"] if each["Type"] == "volume"}
-            theirs = {each["Destination"]: each["Name"] for each in source["Mounts"] if each["Type"] == "volume"}
+            volumes = {
+                each["Destination"]: each["Name"] for each in made["Mounts"] if each["Type"] == "volume"
+            }
+            theirs = {
+                each["Destination"]: each["Name"] for each in source["Mounts"] if each["Type"] == "volume"
+            }
             assert volumes["/data"] == theirs["/data"]
             assert volumes["/scratch"] != theirs["/scratch"]
             unnamed.append(volumes["/scratch"])
@@ -161,7 +201,9 @@ volumes:
 
 
 async def test_compose_leaves_them_at_up_and_removes_them_at_down(image: str, tmp_path: Path) -> None:
-    program = next((each for each in (["docker", "compose"], ["docker-compose"]) if compose(each, "version")), None)
+    program = next(
+        (each for each in (["docker", "compose"], ["docker-compose"]) if compose(each, "version")), None
+    )
     if program is None:
         pytest.skip("neither `docker compose` nor `docker-compose` is there")
     project = ids.new_id("launch")
@@ -186,7 +228,9 @@ async def test_compose_leaves_them_at_up_and_removes_them_at_down(image: str, tm
 
 def compose(program: list[str], *arguments: str) -> bool:
     try:
-        done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [*program, *arguments], capture_output=True, text=True, timeout=120, check=False
+        )
     except FileNotFoundError:
         return False
     print(done.stderr)  # noqa: T201

@@ -1,4 +1,5 @@
-"""What the soak breaks below the processes: packets really vanish, disks are really full, and only in namespaces of its own."""
+"""What the soak breaks below the processes: packets really vanish, disks are really full, and only in
+namespaces of its own."""
 
 from __future__ import annotations
 

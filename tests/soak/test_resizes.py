@@ -1,5 +1,6 @@
-"""examples/charlm as `trireme run` trains it, resized 1 -> 4 -> 2 trainers and 1 -> 3 -> 2 parameter servers while it trains, with a
-SIGKILL of a random process in the middle of each resize: the bits of an undisturbed run, and each record computed in each epoch."""
+"""examples/charlm as `trireme run` trains it, resized 1 -> 4 -> 2 trainers and 1 -> 3 -> 2 parameter servers
+while it trains, with a SIGKILL of a random process in the middle of each resize: the bits of an undisturbed
+run, and each record computed in each epoch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""examples/charlm, evaluated every 50 steps, with its best checkpoint and trackers, through SIGKILLs of a trainer, of the leading
-master and of a parameter server, which costs a rollback: every series has each step once and equals the undisturbed run's, so do the
-event files (read by TensorBoard's own reader), the CSV file and what `trireme metrics --follow` tells, and neither evaluations nor deaths change a bit of the parameters."""
+"""examples/charlm, evaluated every 50 steps, with its best checkpoint and trackers, through SIGKILLs of a
+trainer, of the leading master and of a parameter server, which costs a rollback: every series has each step
+once and equals the undisturbed run's, so do the event files (read by TensorBoard's own reader), the CSV file
+and what `trireme metrics --follow` tells, and neither evaluations nor deaths change a bit of the
+parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +37,18 @@ TRAINED, EVALUATED = (
     STEPS * BATCH * CONTEXT + 1,
     96 * CONTEXT + 1,
 )  # bytes; a window overlaps the next by one
-SETTINGS = ("--trainers", 2, "--global-batch-size", BATCH, "--lanes", 2, "--no-check", "--json", "--job", "charlm")
+SETTINGS = (
+    "--trainers",
+    2,
+    "--global-batch-size",
+    BATCH,
+    "--lanes",
+    2,
+    "--no-check",
+    "--json",
+    "--job",
+    "charlm",
+)
 SETTINGS += ("--set", "checkpoint_every_steps=37", "--set", "lease_ttl_s=3")
 EVALUATING = ("--set", f"evaluate_every={EVERY}", "--set", "keep_best=bits_per_byte:min")
 TRACKERS = ("--tracker", "csv", "--tracker", "tensorboard")
@@ -53,7 +66,9 @@ class Trained:
         return found
 
     def parameters(self, which: str = "") -> dict[str, torch.Tensor]:
-        values: dict[str, torch.Tensor] = torch.load(self.folder / "export" / which / "model.pt", weights_only=True)
+        values: dict[str, torch.Tensor] = torch.load(
+            self.folder / "export" / which / "model.pt", weights_only=True
+        )
         return values
 
     def series(self) -> dict[str, Points]:
@@ -74,7 +89,8 @@ class Trained:
         reader = EventAccumulator(str(self.folder / "tensorboard"), size_guidance={"scalars": 0})
         reader.Reload()
         return {
-            name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]
+            name: [(event.step, event.value) for event in reader.Scalars(name)]
+            for name in reader.Tags()["scalars"]
         }
 
 
@@ -89,7 +105,9 @@ def read_csv(file: TextIO) -> dict[str, Points]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What charlm trains on, cut short."""
     folder = tmp_path_factory.mktemp("text")
-    for (name, path), size in zip(corpus.prepare(folder / "whole").items(), (TRAINED, EVALUATED), strict=True):
+    for (name, path), size in zip(
+        corpus.prepare(folder / "whole").items(), (TRAINED, EVALUATED), strict=True
+    ):
         assert name in ("train", "valid")
         (folder / path.name).write_bytes(path.read_bytes()[:size])
     return folder
@@ -124,10 +142,13 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def assert_same_series(found: dict[str, Points], expected: dict[str, Points], *, digits: bool = True) -> None:
-    """`digits`: all of them; event files have 32 bits. What is measured is another time each; a death may cost a step's norm."""
+    """`digits`: all of them; event files have 32 bits. What is measured is another time each; a death may
+    cost a step's norm."""
     for name in ("loss", "lr", "evaluation.loss", "evaluation.bits_per_byte"):
         values = (
-            expected[name] if digits else [(step, pytest.approx(value, rel=1e-6)) for step, value in expected[name]]
+            expected[name]
+            if digits
+            else [(step, pytest.approx(value, rel=1e-6)) for step, value in expected[name]]
         )
         assert found[name] == values, name
     norms = dict(expected["grad_norm"])

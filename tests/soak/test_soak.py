@@ -1,4 +1,5 @@
-"""Cuts of `make soak`: real processes broken in all ways, two at once and all at once; not one bit may differ."""
+"""Cuts of `make soak`: real processes broken in all ways, two at once and all at once; not one bit may
+differ."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def test_a_collective_job_has_faults_of_its_own_and_no_parameter_servers(seed):
     assert {fault.trainers for fault in faults if fault.kind is Kind.RESIZE} <= {1, 2, 3}
 
 
-@pytest.mark.parametrize("kinds", [ANYWHERE, KINDS[Strategy.PARAMETER_SERVER], (Kind.CUT_ETCD, Kind.FREEZE_LONG)])
+@pytest.mark.parametrize(
+    "kinds", [ANYWHERE, KINDS[Strategy.PARAMETER_SERVER], (Kind.CUT_ETCD, Kind.FREEZE_LONG)]
+)
 @pytest.mark.parametrize("seed", [1, 2, SEED])
 def test_each_kind_of_fault_comes_first_once_and_a_seed_repeats_all(seed, kinds):
     faults = plan(seed, 30, kinds)
@@ -112,7 +115,9 @@ async def test_one_lane_gives_the_bits_of_the_script_under_plain_python(tmp_path
     flags = [word for setting in settings.items() for word in ("--set", "{}={}".format(*setting))]
     root, out = Path(__file__).parents[2], tmp_path / "plain"
     words = [sys.executable, "examples/digits/digits.py", *flags, "--export", out]
-    done = subprocess.run([*map(str, words)], cwd=root, env=environment, text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        [*map(str, words)], cwd=root, env=environment, text=True, capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     state = torch.load(next(out.rglob("*.pt")), weights_only=True)
     check_bits(replace(found, parameters=state), found, "those of the plain loop")

@@ -1,4 +1,5 @@
-"""What limits a table lets in, keeps and gives up, at millions of ids, beside exact counts of every id. `-s` shows the figures."""
+"""What limits a table lets in, keeps and gives up, at millions of ids, beside exact counts of every id. `-s`
+shows the figures."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def table_of(**limits: Any) -> Table:
 
 
 class Stream:
-    """Minibatches of numbers [0, universe), whose ids are in no order that a hash would see. `seen`: minibatches that each number was in; `last`: the last
-    of them, counted from 1; 0: none."""
+    """Minibatches of numbers [0, universe), whose ids are in no order that a hash would see. `seen`:
+    minibatches that each number was in; `last`: the last of them, counted from 1; 0: none."""
 
     def __init__(self, universe: int, exponent: float) -> None:
         self.ids = mix64(np.arange(universe, dtype=np.uint64)).view(np.int64)
@@ -67,7 +68,8 @@ def ids_in(table: Table, *, alive: bool = False) -> np.ndarray:
 
 @pytest.mark.parametrize("needed", [2, 4])
 def test_no_id_that_came_often_enough_is_refused_and_few_others_are_let_in(needed, monkeypatch):
-    """Counts are halved now and then: an id must have a row whose own count, halved at the same moments, has reached the threshold."""
+    """Counts are halved now and then: an id must have a row whose own count, halved at the same moments, has
+    reached the threshold."""
     halved: list[np.ndarray] = []
     forget = tables.forget_counts
     monkeypatch.setattr(tables, "forget_counts", lambda *some: halved.append(forget(*some)) or halved[-1])
@@ -87,8 +89,10 @@ def test_no_id_that_came_often_enough_is_refused_and_few_others_are_let_in(neede
     refused, early = due & ~there, there & (stream.seen < needed)
     lost = ~there & (stream.seen >= needed)
     tell(
-        f"admit_after {needed}: {(stream.seen > 0).sum():,} ids, {rare.sum():,} too rare, {early.sum() / rare.sum():.3%} of them let in; "
-        f"{due.sum():,} due, {refused.sum()} of them refused; {lost.sum():,} came often enough and were forgotten in between"
+        f"admit_after {needed}: {(stream.seen > 0).sum():,} ids, {rare.sum():,} too rare, "
+        f"{early.sum() / rare.sum():.3%} of them let in; "
+        f"{due.sum():,} due, {refused.sum()} of them refused; {lost.sum():,} came often enough and "
+        "were forgotten in between"
     )
     assert (stream.seen > 0).sum() > 3_000_000
     assert not refused.any()
@@ -108,7 +112,8 @@ def test_rows_live_exactly_as_long_as_they_should_and_their_memory_a_hundredth_l
             assert alive.sum() <= table.rows <= 1.01 * alive.sum()
     assert np.array_equal(stream.there(ids_in(table, alive=True)), alive)
     tell(
-        f"evict_after_steps {ttl}: {alive.sum():,} of {(stream.last > 0).sum():,} ids live, rows at most {most - 1:.2%} more"
+        f"evict_after_steps {ttl}: {alive.sum():,} of {(stream.last > 0).sum():,} ids live, rows "
+        f"at most {most - 1:.2%} more"
     )
     assert alive.sum() > 5_000_000
 

@@ -1,5 +1,6 @@
-"""A table of 50 million rows at one parameter server, which grows by 100,000 ids a step: it holds the memory that was said beforehand, and a lookup of another
-process is never held up for more than 20 ms of work. `-s` shows the figures."""
+"""A table of 50 million rows at one parameter server, which grows by 100,000 ids a step: it holds the memory
+that was said beforehand, and a lookup of another process is never held up for more than 20 ms of work. `-s`
+shows the figures."""
 
 from __future__ import annotations
 

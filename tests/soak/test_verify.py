@@ -27,7 +27,9 @@ RECORDS = Counter({"a": 1, "b": 3})
 ALL = Counter({"a": 2, "b": 6})
 SUMMARY = {"records": 8, "discarded": {"records": 0}, "losses": {"lost": {"1": 5}, "skipped": {"1": 1}}}
 WANTED = EPOCHS * STEPS_PER_EPOCH
-GOOD = Trained({"w": torch.ones(2)}, SUMMARY, RECORDS, ALL, (), {0: (WANTED, WANTED), 1: (WANTED - 6, WANTED - 6)})
+GOOD = Trained(
+    {"w": torch.ones(2)}, SUMMARY, RECORDS, ALL, (), {0: (WANTED, WANTED), 1: (WANTED - 6, WANTED - 6)}
+)
 
 
 def test_a_good_run_passes():

@@ -19,7 +19,8 @@ LOSS_BOUND_S = seconds_between(CHECKPOINT_EVERY_S, frozen_s=LEASE_S + LATE_EXPIR
 
 
 def verify(left_alone: Trained | None, broken: Trained, costs: Sequence[Cost], epochs: int) -> None:
-    """Raises SoakError if anything is not as promised. `left_alone`: the undisturbed run of a synchronous job."""
+    """Raises SoakError if anything is not as promised. `left_alone`: the undisturbed run of a synchronous
+    job."""
     check_records(broken, epochs)
     if lost := [str(cost) for cost in costs if cost.receipt.records_lost]:
         raise SoakError(f"records were lost: {lost}")
@@ -38,7 +39,8 @@ def check_bits(left_alone: Trained, broken: Trained, whose: str = "the undisturb
 
 
 def check_exactly_once(left_alone: Trained, epochs: int) -> None:
-    """An undisturbed run of one trainer computes each record exactly once an epoch. (Of several, one may help another that is late.)"""
+    """An undisturbed run of one trainer computes each record exactly once an epoch. (Of several, one may help
+    another that is late.)"""
     check_records(left_alone, epochs)
     if left_alone.computed != _expected(left_alone, epochs):
         surplus = (left_alone.computed - _expected(left_alone, epochs)).total()
@@ -46,8 +48,8 @@ def check_exactly_once(left_alone: Trained, epochs: int) -> None:
 
 
 def check_records(trained: Trained, epochs: int) -> None:
-    """A disturbed run may compute a record more often (what was not committed is computed again), never less often. Its own summary
-    counts each once, and its equal bits say that each took effect exactly once."""
+    """A disturbed run may compute a record more often (what was not committed is computed again), never less
+    often. Its own summary counts each once, and its equal bits say that each took effect exactly once."""
     expected = _expected(trained, epochs)
     if not trained.computed >= expected:
         raise SoakError(f"{(expected - trained.computed).total()} records were never computed")
@@ -58,19 +60,26 @@ def check_records(trained: Trained, epochs: int) -> None:
 
 
 def check_history(trained: Trained, epochs: int) -> None:
-    """What the job has written of its steps: each step once, none is missing, and those of each epoch have all its records."""
+    """What the job has written of its steps: each step once, none is missing, and those of each epoch have
+    all its records."""
     history = trained.history or ()
     steps = [step for step, _ in history]
     if steps != list(range(len(steps))):
         surplus, wanted = Counter(steps), Counter(range(max(steps, default=-1) + 1))
-        raise SoakError(f"steps are missing {sorted(wanted - surplus)[:5]} or twice {sorted(surplus - wanted)[:5]}")
+        raise SoakError(
+            f"steps are missing {sorted(wanted - surplus)[:5]} or twice {sorted(surplus - wanted)[:5]}"
+        )
     firsts = [first for first, _ in trained.epochs]
     ends = [*firsts[1:], len(steps)]
-    counted = [sum(records for _, records in history[first:end]) for first, end in zip(firsts, ends, strict=True)]
+    counted = [
+        sum(records for _, records in history[first:end]) for first, end in zip(firsts, ends, strict=True)
+    ]
     wanted_records = trained.windows.total()
     told = [records for _, records in trained.epochs]
     if len(counted) != epochs or {*counted, *told} != {wanted_records}:
-        raise SoakError(f"each of {epochs} epochs has {wanted_records} records; steps have {counted}, epochs {told}")
+        raise SoakError(
+            f"each of {epochs} epochs has {wanted_records} records; steps have {counted}, epochs {told}"
+        )
 
 
 def check_ledgers(trained: Trained, epochs: int) -> None:
@@ -89,8 +98,8 @@ def check_ledgers(trained: Trained, epochs: int) -> None:
 
 
 def check_losses(trained: Trained, costs: Sequence[Cost]) -> None:
-    """A parameter server that comes back lacks at most what was computed in LOSS_BOUND_S before its death. Faults that fell into
-    that time may have delayed checkpoints: their own time is added."""
+    """A parameter server that comes back lacks at most what was computed in LOSS_BOUND_S before its death.
+    Faults that fell into that time may have delayed checkpoints: their own time is added."""
     for number, cost in enumerate(costs):
         since = cost.began - LOSS_BOUND_S
         for earlier in reversed(costs[:number]):
@@ -99,7 +108,8 @@ def check_losses(trained: Trained, costs: Sequence[Cost]) -> None:
         for name, lost in cost.receipt.updates_lost.items():
             if lost > computed:
                 raise SoakError(
-                    f"{name} lost {lost} minibatches, only {computed} were computed since {since:.1f} s: {cost}"
+                    f"{name} lost {lost} minibatches, only {computed} were computed since "
+                    f"{since:.1f} s: {cost}"
                 )
 
 

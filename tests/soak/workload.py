@@ -1,4 +1,5 @@
-"""What the soak trains: the scripts job.py (examples/charlm) and digits_job.py (examples/digits), their data and their records."""
+"""What the soak trains: the scripts job.py (examples/charlm) and digits_job.py (examples/digits), their data
+and their records."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ DIGITS_RECORDS = 512
 
 @dataclass(frozen=True)
 class Workload:
-    """`prepare` writes the data into a folder; `records`: fingerprints of the records there, as the script tells them. `variable` names
-    that folder to the script."""
+    """`prepare` writes the data into a folder; `records`: fingerprints of the records there, as the script
+    tells them. `variable` names that folder to the script."""
 
     script: str
     variable: str
@@ -48,7 +49,9 @@ def write_text(folder: Path) -> None:
 
 def windows(folder: Path) -> Counter[str]:
     text = next(folder.glob("*-train.txt")).read_bytes()
-    return Counter(fingerprint(text[first : first + CONTEXT + 1]) for first in range(0, len(text) - CONTEXT, CONTEXT))
+    return Counter(
+        fingerprint(text[first : first + CONTEXT + 1]) for first in range(0, len(text) - CONTEXT, CONTEXT)
+    )
 
 
 def write_digits(folder: Path) -> None:
@@ -65,7 +68,8 @@ def write_digits(folder: Path) -> None:
     for name in [*(f"train-{number}.parquet" for number in range(3)), "test.parquet"]:
         rows = slice(0, None, 20) if name == "test.parquet" else slice(int(name[6]), None, 3)
         table = {
-            column: values.take(pa.array(range(*rows.indices(DIGITS_RECORDS)))) for column, values in columns.items()
+            column: values.take(pa.array(range(*rows.indices(DIGITS_RECORDS))))
+            for column, values in columns.items()
         }
         pq.write_table(pa.table(table), folder / name, row_group_size=60)
 

@@ -13,12 +13,14 @@ PACKAGES = (*SERVICES, "trireme_shared", "trireme")
 
 
 def folder_of(package: str) -> Path:
-    """The package trireme_shared lies in the folder shared/, each other package in a folder of its own name."""
+    """The package trireme_shared lies in the folder shared/, each other package in a folder of its own
+    name."""
     return ROOT / "shared" / package if package == "trireme_shared" else ROOT / package
 
 
 def parts_of(path: Path) -> tuple[str, ...]:
-    """The folders and the file of a path below the folder that is on sys.path: the first one is the package."""
+    """The folders and the file of a path below the folder that is on sys.path: the first one is the
+    package."""
     parts = path.relative_to(ROOT).parts
     return parts[1:] if parts[:2] == ("shared", "trireme_shared") else parts
 
@@ -40,7 +42,8 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    """`shared/trireme_shared/platform/etcd/fenced.py` is trireme_shared.platform.etcd.fenced, `shared/trireme_shared/platform/etcd/__init__.py` is trireme_shared.platform.etcd."""
+    """`shared/trireme_shared/platform/etcd/fenced.py` is trireme_shared.platform.etcd.fenced,
+    `shared/trireme_shared/platform/etcd/__init__.py` is trireme_shared.platform.etcd."""
     parts = parts_of(path.with_suffix(""))
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -56,7 +59,8 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 @cache
 def imports(path: Path) -> tuple[tuple[str, int], ...]:
-    """(dotted module, line) of every import of a file, type-only ones too; `from a import b` gives both a and a.b."""
+    """(dotted module, line) of every import of a file, type-only ones too; `from a import b` gives both a and
+    a.b."""
     return tuple(_imports(path))
 
 
@@ -72,7 +76,8 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def arrows(path: Path) -> set[str]:
-    """Our own modules that a file imports. `from trireme_shared.protocol.wire import codec` is an arrow to trireme_shared.protocol.wire.codec alone."""
+    """Our own modules that a file imports. `from trireme_shared.protocol.wire import codec` is an arrow to
+    trireme_shared.protocol.wire.codec alone."""
     found = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):

@@ -17,11 +17,13 @@ PAGES = ("ARCHITECTURE.md", "docs/mechanisms.md")
 PACKAGE_FOLDERS = [str(folder_of(package).relative_to(ROOT)) for package in PACKAGES]
 TITLE = re.compile(r"#+ `([\w/]+)/`")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|json)|/))`")  # neither keys of etcd nor URLs end like that
+# neither keys of etcd nor URLs end like that
+PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|json)|/))`")
 
 
 class Row(NamedTuple):
-    """One row of a table of rooms. `line`: from 1; `package`: the folder in the table's title; `rooms`: paths below it."""
+    """One row of a table of rooms. `line`: from 1; `package`: the folder in the table's title; `rooms`: paths
+    below it."""
 
     line: int
     package: str
@@ -39,14 +41,16 @@ def rows_in(text: str) -> Iterator[Row]:
 
 
 def rooms_of(folder: Path) -> set[str]:
-    """What must have a row: each module beside the folders of a package, and each folder below it that has modules."""
+    """What must have a row: each module beside the folders of a package, and each folder below it that has
+    modules."""
     modules = {path.name for path in folder.glob("*.py") if path.name != "__init__.py"}
     folders = {path.parent.relative_to(folder) for path in folder.rglob("*.py")} - {Path()}
     return modules | {f"{path.as_posix()}/" for path in folders}
 
 
 def wrong_rows(text: str, packages: dict[str, set[str]]) -> list[str]:
-    """What differs between the tables of `text` and `packages`: by the folder of each, the rooms that it has."""
+    """What differs between the tables of `text` and `packages`: by the folder of each, the rooms that it
+    has."""
     wrong, counts = [], {package: Counter[str]() for package in packages}
     for row in rows_in(text):
         for room in row.rooms:
@@ -63,8 +67,8 @@ def wrong_rows(text: str, packages: dict[str, set[str]]) -> list[str]:
 
 
 def missing_paths(text: str, page: Path) -> list[str]:
-    """Paths in `text`, the text of `page`, that lead nowhere. In a table of rooms they begin below its title's folder too, elsewhere
-    below the repository or any package; links begin at the page's folder."""
+    """Paths in `text`, the text of `page`, that lead nowhere. In a table of rooms they begin below its
+    title's folder too, elsewhere below the repository or any package; links begin at the page's folder."""
     packages, missing, fenced = {row.line: row.package for row in rows_in(text)}, [], False
     for number, line in enumerate(text.splitlines(), 1):
         fenced ^= line.startswith("```")
@@ -74,7 +78,8 @@ def missing_paths(text: str, page: Path) -> list[str]:
         if number in packages:
             starts = [ROOT, ROOT / packages[number]]
         paths = chain(
-            ((path, starts) for path in PATH.findall(line)), ((path, [page.parent]) for path in LINK.findall(line))
+            ((path, starts) for path in PATH.findall(line)),
+            ((path, [page.parent]) for path in LINK.findall(line)),
         )
         missing += [
             f"line {number}: {path} is nowhere: name the file or folder that took its place"
@@ -136,7 +141,11 @@ def test_rooms_are_modules_beside_folders_and_folders_with_modules(tmp_path):
 
 def test_documents_name_files_that_are_there():
     """DECISIONS.md and CHANGELOG.md tell of what was, too."""
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    documents = [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
+    ]
     named = re.compile(
         r"`((?:master_service|pserver_service|trainer_agent|trireme|shared|tests|benchmarks)/[\w/.-]+\.py)"
     )

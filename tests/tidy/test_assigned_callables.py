@@ -1,6 +1,8 @@
-"""No object gets its behaviour from outside after it was made: functions and bound methods are given at construction.
+"""No object gets its behaviour from outside after it was made: functions and bound methods are given at
+construction.
 
-A reader of `server.stepped()` finds what that does in the class of `server`. With `server.on_step = other.wake` somewhere else, nobody finds it.
+A reader of `server.stepped()` finds what that does in the class of `server`. With `server.on_step =
+other.wake` somewhere else, nobody finds it.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ def functions_of(path: Path) -> set[str]:
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (theirs := sources.MODULES.get(str(node.module))) is not None:
             own = {
-                each.name for each in tree_of(theirs).body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+                each.name
+                for each in tree_of(theirs).body
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
             }
             found |= {alias.asname or alias.name for alias in node.names if alias.name in own}
     return found
@@ -132,7 +136,9 @@ def is_callable(value: ast.expr, functions: set[str], methods: set[str]) -> bool
         case ast.Call(func=ast.Name(id="partial") | ast.Attribute(attr="partial")):
             return True
         case ast.IfExp():
-            return is_callable(value.body, functions, methods) or is_callable(value.orelse, functions, methods)
+            return is_callable(value.body, functions, methods) or is_callable(
+                value.orelse, functions, methods
+            )
         case ast.BoolOp():
             return any(is_callable(each, functions, methods) for each in value.values)
         case _:
@@ -168,7 +174,8 @@ class Member:
 
 
 def test_each_kind_of_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`refused` is a method of one class and a number in another: it counts where the attribute is declared as a callable."""
+    """`refused` is a method of one class and a number in another: it counts where the attribute is declared
+    as a callable."""
     path = tmp_path / "shared" / "member.py"
     path.parent.mkdir()
     path.write_text(TODAY)

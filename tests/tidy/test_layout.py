@@ -140,7 +140,8 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_no_folders_import_each_other_in_a_circle():
-    """Rooms stand on floors: `master_service.api` may import `master_service.store`, then never the other way."""
+    """Rooms stand on floors: `master_service.api` may import `master_service.store`, then never the other
+    way."""
     folders: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         mine = room(module)
@@ -149,7 +150,8 @@ def test_no_folders_import_each_other_in_a_circle():
 
 
 def room(module: str) -> str:
-    """The folder below the package that a module is in; a module that lies beside the folders is a room of its own."""
+    """The folder below the package that a module is in; a module that lies beside the folders is a room of
+    its own."""
     return ".".join(module.split(".")[: 3 if inside(module, "trireme_shared.platform") else 2])
 
 
@@ -185,13 +187,16 @@ def test_cores_are_pure():
     wrong = []
     for path in SOURCES:
         service, *rest = parts_of(path)
-        if rest[:2] == ["serving", "core"]:  # of parameter servers, and of trainers that exchange gradients themselves
+        # of parameter servers, and of trainers that exchange gradients themselves
+        if rest[:2] == ["serving", "core"]:
             service = "trireme_shared.serving"
         elif service not in SERVICES or rest[0] != "core":
             continue
         for module, line in imports(path):
             own = inside(module, f"{service}.core") or inside(service, module)
-            neutral = any(inside(module, f"trireme_shared.{name}") for name in PURE_SHARED) or module in FOLDERS
+            neutral = (
+                any(inside(module, f"trireme_shared.{name}") for name in PURE_SHARED) or module in FOLDERS
+            )
             if not (own or neutral or module.split(".")[0] in PURE):
                 wrong.append(f"{where(path, line)} imports {module}")
     assert not wrong, "\n".join(wrong)
@@ -205,7 +210,11 @@ def test_cores_are_synchronous_and_write_nothing():
         for node in nodes_of(path):
             if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
                 wrong.append(f"{where(path, node.lineno)} is asynchronous")
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "open"}:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in {"print", "open"}
+            ):
                 wrong.append(f"{where(path, node.lineno)} calls {node.func.id}")
     assert not wrong, "\n".join(wrong)
 
@@ -216,7 +225,8 @@ def test_third_parties_stay_in_their_homes(third_party):
         f"{where(path, line)} imports {module}"
         for path in SOURCES
         for module, line in imports(path)
-        if inside(module, third_party) and not str(path.relative_to(ROOT)).startswith(HOMES[third_party] or ("-",))
+        if inside(module, third_party)
+        and not str(path.relative_to(ROOT)).startswith(HOMES[third_party] or ("-",))
     ]
     assert not wrong, f"{third_party} belongs to {HOMES[third_party] or 'nobody'}\n" + "\n".join(wrong)
 
@@ -302,7 +312,9 @@ def test_every_module_opens_with_its_promise():
 def test_the_front_door_loads_no_torch(statement):
     heavy = ("torch", "numba", "numpy", "pyarrow", "fastapi", "uvicorn", "etcd3", "aiohttp", "sklearn")
     probe = f"import sys; {statement}; print([name for name in {heavy!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -312,9 +324,12 @@ def test_help_loads_no_torch():
         "sys.argv = ['trireme', '--help']\n"
         "try: trireme.cli.app.main()\n"
         "except SystemExit: pass\n"
-        "print([name for name in ('torch', 'pydantic', 'aiohttp', 'httpx') if name in sys.modules], file=sys.stderr)\n"
+        "print([name for name in ('torch', 'pydantic', 'aiohttp', 'httpx') if name in "
+        "sys.modules], file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30
+    )
     assert "run" in done.stdout
     assert done.stderr.strip() == "[]"
 

@@ -34,4 +34,8 @@ def test_a_file_and_a_process_that_were_left_are_named(tmp_path):
         left.kill()
     assert code == 1
     lines = set(told.splitlines())
-    assert {f"{tmp_path}/torchinductor_me", f"{tmp_path}/trireme-run-x", f"process {left.pid}: sleep 60 "} <= lines
+    assert {
+        f"{tmp_path}/torchinductor_me",
+        f"{tmp_path}/trireme-run-x",
+        f"process {left.pid}: sleep 60 ",
+    } <= lines

@@ -1,4 +1,5 @@
-"""openapi.json is what the code serves, and says of everything what it means. Who changes the API sees the change in the file's diff."""
+"""openapi.json is what the code serves, and says of everything what it means. Who changes the API sees the
+change in the file's diff."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_the_committed_document_is_what_the_code_serves() -> None:
     changes = difflib.unified_diff(
         committed.splitlines(), now.splitlines(), "openapi.json", "the code", lineterm="", n=2
     )
-    assert committed == now, "the API has changed; run `make openapi`, and read the diff:\n" + "\n".join(changes)
+    assert committed == now, "the API has changed; run `make openapi`, and read the diff:\n" + "\n".join(
+        changes
+    )
 
 
 def test_a_jobs_own_master_serves_the_same_operations_but_those_of_a_cluster() -> None:
@@ -78,7 +81,8 @@ def test_every_operation_is_named_verb_noun_has_one_tag_and_a_description() -> N
 def test_every_property_schema_and_parameter_has_a_description() -> None:
     silent = [f"{name}.{each}" for name, each, value in properties() if not value.get("description")]
     assert not silent, (
-        f"say what these mean, in their Field, or in master_service/api/openapi/descriptions.py if several schemas share them: {silent}"
+        "say what these mean, in their Field, or in master_service/api/openapi/descriptions.py if "
+        f"several schemas share them: {silent}"
     )
     silent = [name for name, schema in schemas().items() if not schema.get("description")]
     assert not silent, f"these classes have no docstring: {silent}"
@@ -102,7 +106,9 @@ def bodies() -> Iterator[tuple[str, Json]]:
     for method, path, operation in operations(document()):
         contents = [operation.get("requestBody", {}).get("content", {})]
         contents += [
-            answer.get("content", {}) for status, answer in operation["responses"].items() if SUCCESS.match(status)
+            answer.get("content", {})
+            for status, answer in operation["responses"].items()
+            if SUCCESS.match(status)
         ]
         for content in contents:
             if "application/json" in content:
@@ -118,15 +124,22 @@ def test_every_body_has_an_example_that_its_schema_accepts() -> None:
         names |= set(found)
     assert len(names) > 35
     for name in sorted(names):
-        assert schemas()[name].get("examples"), f"{name} has no example in master_service/api/openapi/descriptions.py"
+        assert schemas()[name].get("examples"), (
+            f"{name} has no example in master_service/api/openapi/descriptions.py"
+        )
         [example] = schemas()[name]["examples"]
         Draft202012Validator({"$defs": local, "$ref": f"#/$defs/{name}"}).validate(example)
 
 
 def test_every_list_is_paged_and_says_what_a_page_token_looks_like() -> None:
     for _, path, operation in operations(document()):
-        parameters = {each["name"]: each["schema"] for each in operation.get("parameters", []) if each["in"] == "query"}
-        if LISTS.fullmatch(operation["operationId"]) and operation["operationId"] not in {*FOLLOWED, "listJobTasks"}:
+        parameters = {
+            each["name"]: each["schema"] for each in operation.get("parameters", []) if each["in"] == "query"
+        }
+        if LISTS.fullmatch(operation["operationId"]) and operation["operationId"] not in {
+            *FOLLOWED,
+            "listJobTasks",
+        }:
             assert {"page_size", "page_token"} <= parameters.keys(), path
             assert parameters["page_token"]["pattern"] == "^[0-9]{0,18}$", path
             assert parameters["page_size"]["maximum"] == 1000, path
@@ -135,7 +148,9 @@ def test_every_list_is_paged_and_says_what_a_page_token_looks_like() -> None:
 def test_every_problem_is_documented_as_problem_json() -> None:
     components = document()["components"]["responses"]
     for method, path, operation in operations(document()):
-        answers = {status: each for status, each in operation["responses"].items() if not SUCCESS.match(status)}
+        answers = {
+            status: each for status, each in operation["responses"].items() if not SUCCESS.match(status)
+        }
         assert {"default", "503"} <= answers.keys(), path
         if operation["security"]:
             assert {"400", "401", "403", "421", "422", "500", "503", "504", "default"} <= answers.keys(), path
@@ -155,7 +170,9 @@ def test_every_code_that_masters_raise_is_documented() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes:
                 raised.add(node.func.id)
     assert len(raised) > 10
-    missing = {name: classes[name].code for name in raised - NOT_OF_HTTP if classes[name].code not in documented}
+    missing = {
+        name: classes[name].code for name in raised - NOT_OF_HTTP if classes[name].code not in documented
+    }
     assert not missing, f"add them to master_service/api/openapi/document.py: {missing}"
     for status, codes in PROBLEMS.items():
         for code in codes:
@@ -206,7 +223,9 @@ def test_every_link_names_what_there_is() -> None:
                 for expression in (*link["parameters"].values(), *body.values()):
                     where, _, pointer = expression.partition("#/")
                     if where.startswith("$request.path."):
-                        assert where.rpartition(".")[2] in {each["name"] for each in source["parameters"]}, link
+                        assert where.rpartition(".")[2] in {each["name"] for each in source["parameters"]}, (
+                            link
+                        )
                     elif where.startswith("$response.header."):
                         assert where.rpartition(".")[2] in answer["headers"], link
                     else:

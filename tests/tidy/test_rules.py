@@ -41,5 +41,8 @@ def test_imports_for_types_only_and_inside_functions_are_arrows(tree):
         b__two="def late():\n    from trireme_shared.a.one import something\n",
     )
     graph = {module: sources.arrows(path) for module, path in found.items()}
-    assert graph == {"trireme_shared.a.one": {"trireme_shared.b.two"}, "trireme_shared.b.two": {"trireme_shared.a.one"}}
+    assert graph == {
+        "trireme_shared.a.one": {"trireme_shared.b.two"},
+        "trireme_shared.b.two": {"trireme_shared.a.one"},
+    }
     assert circles(graph) == [["trireme_shared.a.one", "trireme_shared.b.two"]]

@@ -13,7 +13,11 @@ HEADS = ("who can try what", "who", "role", "---")
 def test_every_threat_names_tests_that_exist() -> None:
     page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     threats = page[page.index("## HTTP and the data plane") :]
-    rows = [line for line in threats.splitlines() if line.startswith("|") and not line[1:].strip().startswith(HEADS)]
+    rows = [
+        line
+        for line in threats.splitlines()
+        if line.startswith("|") and not line[1:].strip().startswith(HEADS)
+    ]
     assert len(rows) >= 20
     files: dict[str, str] = {}  # by their names alone, as later lines give them
     last = ""

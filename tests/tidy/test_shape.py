@@ -30,8 +30,8 @@ def where(path: Path) -> str:
 
 
 def many_arguments() -> list[str]:
-    """Classes whose `__init__` takes more than MAX_ARGUMENTS beside self. Fields of dataclasses and records have names where
-    they are given, so they are not counted."""
+    """Classes whose `__init__` takes more than MAX_ARGUMENTS beside self. Fields of dataclasses and records
+    have names where they are given, so they are not counted."""
     return [
         f"{where(path)}: {made.name} takes {count}"
         for path in sources.MODULES.values()
@@ -45,8 +45,8 @@ def many_arguments() -> list[str]:
 
 
 def deep_classes() -> list[str]:
-    """Classes of ours that stand on more than MAX_DEPTH - 1 others of ours. Protocols, errors and records (values without
-    behaviour of their own) are not counted."""
+    """Classes of ours that stand on more than MAX_DEPTH - 1 others of ours. Protocols, errors and records
+    (values without behaviour of their own) are not counted."""
     bases: dict[str, tuple[str, list[str]]] = {}
     for path in sources.MODULES.values():
         for node in tree_of(path).body:
@@ -63,7 +63,9 @@ def deep_classes() -> list[str]:
     return [
         f"{place}: {name} is {depth} deep"
         for name, (place, _) in sorted(bases.items())
-        if (depth := storeys(name)) > MAX_DEPTH and not _is_value(name, bases) and f"{place}: {name}" not in DEEP
+        if (depth := storeys(name)) > MAX_DEPTH
+        and not _is_value(name, bases)
+        and f"{place}: {name}" not in DEEP
     ]
 
 

@@ -12,7 +12,8 @@ from tests.tidy.sources import ROOT, SOURCES, nodes_of, where
 
 UNCHECKED = (  # files and folders where `model_copy` may stand; the list may only shrink
     "shared/trireme_shared/protocol/records/record.py",  # with_fields itself
-    "shared/trireme_shared/platform/membership/directory.py",  # the names of fields come from callers, of any record
+    # the names of fields come from callers, of any record
+    "shared/trireme_shared/platform/membership/directory.py",
     "trireme/pool/registration.py",
     "shared/trireme_shared/protocol/records/setting_effects.py",  # the names of fields are a table
     "master_service/trackers/wandb_run.py",  # no record of ours
@@ -60,7 +61,15 @@ def test_mypy_finds_a_field_that_does_not_exist_one_of_another_type_and_a_mappin
     for number, call in enumerate(wrong):
         files.append(tmp_path / f"program_{number}.py")
         files[-1].write_text(PROGRAM.replace("WRONG", call))
-    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--cache-dir", str(tmp_path / "cache")]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        "pyproject.toml",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
     done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=110)
     said = done.stdout.splitlines()
     for file, message in zip(files, wrong.values(), strict=True):

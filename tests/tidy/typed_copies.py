@@ -1,7 +1,7 @@
 """A plugin of mypy: `record.with_fields(name=value)` is checked as the record's constructor is, name by name.
 
-pydantic takes any mapping in `model_copy(update=...)`, and mypy any too: a field with a wrong name or type would be written to etcd
-and fail in the process that reads it.
+pydantic takes any mapping in `model_copy(update=...)`, and mypy any too: a field with a wrong name or type
+would be written to etcd and fail in the process that reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class TypedCopies(Plugin):
 
 
 def _signature(context: MethodSigContext) -> FunctionLike:
-    """The fields of the record, each optional, with the types that the pydantic plugin gave `model_construct`."""
+    """The fields of the record, each optional, with the types that the pydantic plugin gave
+    `model_construct`."""
     record = get_proper_type(context.type)
     if not isinstance(record, Instance) or not any(base.fullname.endswith(BASE) for base in record.type.mro):
         return context.default_signature

@@ -1,4 +1,5 @@
-"""A whole job in one event loop: simulated etcd, and the real master, parameter servers and agents with torch, without HTTP."""
+"""A whole job in one event loop: simulated etcd, and the real master, parameter servers and agents with
+torch, without HTTP."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class TorchCluster(Cluster):
         self.stopping: dict[str, asyncio.Event] = {}
         self._master_stopping = asyncio.Event()
         self._computing = ThreadPoolExecutor(1)
-        """One for all: torch's random numbers belong to the process, and a forward pass must not be interrupted."""
+        """One for all: torch's random numbers belong to the process, and a forward pass must not be
+        interrupted."""
         self._reading = ThreadPoolExecutor(1)
 
     async def start(self, group: asyncio.TaskGroup) -> None:
@@ -49,9 +51,13 @@ class TorchCluster(Cluster):
             group.create_task(self.master.run(self._master_stopping)),
         ]
         for pserver in self.pservers:
-            member = PserverMember(index=pserver.index, url="", incarnation=pserver.incarnation, host="here", pid=1)
+            member = PserverMember(
+                index=pserver.index, url="", incarnation=pserver.incarnation, host="here", pid=1
+            )
             await self.etcd.put(self.keys.pserver(pserver.index), member.to_bytes())
-            start_rows = self.make_pserver(pserver, "", self.etcd, self.offload, self.directory).member.start_rows
+            start_rows = self.make_pserver(
+                pserver, "", self.etcd, self.offload, self.directory
+            ).member.start_rows
             pserver.start_rows = start_rows
             self._background.append(group.create_task(start_rows.run()))
 
@@ -81,7 +87,8 @@ class TorchCluster(Cluster):
         return agent
 
     def built(self, script: Path) -> TorchCompute:
-        """In the thread that computes, as in a process of its own: some settings of torch belong to the thread."""
+        """In the thread that computes, as in a process of its own: some settings of torch belong to the
+        thread."""
         return TorchCompute(load(script), self.spec, self._computing)
 
     async def offload(self, work, *arguments):
@@ -118,7 +125,9 @@ class TorchCluster(Cluster):
                 await asyncio.sleep(0.001)
 
     def exported(self) -> dict[str, torch.Tensor]:
-        loaded: dict[str, torch.Tensor] = torch.load(f"{self.spec.storage}/export/model.pt", weights_only=True)
+        loaded: dict[str, torch.Tensor] = torch.load(
+            f"{self.spec.storage}/export/model.pt", weights_only=True
+        )
         return loaded
 
 

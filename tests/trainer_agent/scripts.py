@@ -1,4 +1,5 @@
-"""A user's script for the tests, and the plain PyTorch loop that training with one lane must agree with, bit for bit."""
+"""A user's script for the tests, and the plain PyTorch loop that training with one lane must agree with, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -83,8 +84,8 @@ def spec_for(script: Path, **values: Any) -> JobSpec:
 def train_plainly(
     script: Path, spec: JobSpec, steps: int | None = None, rates: Mapping[int, float] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The state_dict after an ordinary loop over the minibatches of lane 0 of one lane; after `steps` of them, if that is given. `rates`:
-    the learning rate from a step on, instead of the script's scheduler."""
+    """The state_dict after an ordinary loop over the minibatches of lane 0 of one lane; after `steps` of
+    them, if that is given. `rates`: the learning rate from a step on, instead of the script's scheduler."""
     assert spec.lanes == 1
     user = load(script)
     torch.set_num_threads(1)
@@ -140,7 +141,9 @@ def lane_batches(script: Path, spec: JobSpec) -> Iterator[list[dict[str, torch.T
             task = order.task_at(position)
             first, count = table.locate(task).first, table.locate(task).count
             for number in range(minibatches_in(count, spec.minibatch_size)):
-                chosen = minibatch_indices(spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=True)
+                chosen = minibatch_indices(
+                    spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=True
+                )
                 streams[position % spec.lanes].append(first + chosen)
         for number in range(max(map(len, streams))):
             rows = [stream[number] for stream in streams if number < len(stream)]
@@ -155,4 +158,7 @@ def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 def records(count, seed=0):
     numbers = np.random.default_rng(seed)
-    return [{"x": numbers.standard_normal(5).astype(np.float32), "y": int(numbers.integers(3))} for _ in range(count)]
+    return [
+        {"x": numbers.standard_normal(5).astype(np.float32), "y": int(numbers.integers(3))}
+        for _ in range(count)
+    ]

@@ -51,7 +51,9 @@ async def test_metrics_need_a_viewers_token_and_count_what_was_trained():
         assert (await get("/readyz"))[:2] == (200, '{"status": "ready"}')
         agent.reports.share(StepMetrics(step=0, epoch=0, loss_sum=1.0, records=6, skipped=2))
         agent.reports.share(StepMetrics(step=1, epoch=0, loss_sum=1.0, records=4))
-        agent.reports.complete(Task(task_id="0", kind=TaskKind.TRAIN, attempt=1), CompleteTask(trainer="t1", attempt=1))
+        agent.reports.complete(
+            Task(task_id="0", kind=TaskKind.TRAIN, attempt=1), CompleteTask(trainer="t1", attempt=1)
+        )
         _, text, _ = await get("/metrics", "reads")
         assert wrong_metrics(text) == []
         for line in (

@@ -21,7 +21,11 @@ BASIC: dict[str, Any] = {
     "evaluation_dataset": TextLines("b.txt"),
     "global_batch_size": 64,
 }
-KINDS: dict[str, dict[str, Any]] = {"sync": {}, "async": {"mode": "async"}, "collective": {"strategy": "collective"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"mode": "async"},
+    "collective": {"strategy": "collective"},
+}
 NATIVE = {"exchange": "native"}
 # a value other than the default, and the settings that it needs
 GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -139,7 +143,8 @@ def test_a_setting_is_used_or_refused_or_told_with_both_values(kind: str) -> Non
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"stop_early": "loss:min"}, "stop_early is loss:min, but .*evaluate_every is not set; set evaluate_every, too, or leave stop_early out"),
+        ({"stop_early": "loss:min"}, ("stop_early is loss:min, but .*evaluate_every is not set; set "
+                "evaluate_every, too, or leave stop_early out")),
         ({"keep_best": "loss:min"}, "keep_best is loss:min, but nothing is evaluated"),
         ({"plateau_metric": "loss"}, "plateau_metric is loss, but nothing is evaluated"),
         ({"evaluate_every": 3, "evaluation_dataset": None}, "evaluate_every is 3, but there is no evaluation dataset"),
@@ -172,5 +177,10 @@ def test_a_setting_that_another_one_makes_idle_is_told(given: dict[str, Any], na
 
 
 def test_what_a_script_sets_may_be_completed_by_the_command_line() -> None:
-    for given in ({"init_partial": True}, {"init_optimizer": True}, {"stop_early": "loss:min"}, {"push_every": 2}):
+    for given in (
+        {"init_partial": True},
+        {"init_optimizer": True},
+        {"stop_early": "loss:min"},
+        {"push_every": 2},
+    ):
         assert field_problems(given) == []

@@ -44,7 +44,11 @@ def test_a_password_in_trireme_toml_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "environment", "said"),
     [
-        ({"etcd_user": "u"}, {}, "--etcd-user is of an etcd that is there already: give its address with --etcd"),
+        (
+            {"etcd_user": "u"},
+            {},
+            "--etcd-user is of an etcd that is there already: give its address with --etcd",
+        ),
         ({"etcd": " , "}, {}, "--etcd names no address"),
         ({"etcd": URL, "etcd_ca": "missing.pem"}, {}, "--etcd-ca = missing.pem: there is no such file"),
         ({"etcd": URL}, {"TRIREME_ETCD_PASSWORD": "x"}, "but no user: give --etcd-user"),
@@ -66,11 +70,16 @@ def test_the_password_is_in_the_environment_of_members_and_in_no_text(tmp_path):
 
 def test_a_member_reads_its_password_from_a_file(tmp_path, monkeypatch):
     (tmp_path / "password").write_text("secret\r\nsecond line\n")
-    for name, value in {"ETCD": "http://h:1", "ETCD_USER": "u", "ETCD_PASSWORD_FILE": tmp_path / "password"}.items():
+    for name, value in {
+        "ETCD": "http://h:1",
+        "ETCD_USER": "u",
+        "ETCD_PASSWORD_FILE": tmp_path / "password",
+    }.items():
         monkeypatch.setenv(f"TRIREME_{name}", str(value))
     given: dict[str, object] = {}
     monkeypatch.setattr(
-        "trireme_shared.platform.membership.etcd_access.connect", lambda urls, **rest: given.update(rest, urls=urls)
+        "trireme_shared.platform.membership.etcd_access.connect",
+        lambda urls, **rest: given.update(rest, urls=urls),
     )
     MemberSettings(job="j").connect()
     assert (given["urls"], given["user"], given["password"]) == (("http://h:1",), "u", "secret")

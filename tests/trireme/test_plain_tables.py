@@ -1,4 +1,5 @@
-"""Tables under plain python: the bits of an ordinary PyTorch loop with sparse embeddings, and what is exported."""
+"""Tables under plain python: the bits of an ordinary PyTorch loop with sparse embeddings, and what is
+exported."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.tables.table import initial_values
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says it once, of its own optimizers
+# torch says it once, of its own optimizers
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 IDS, RECORDS = 60, 96
 
 SCRIPT = """
@@ -87,7 +89,8 @@ def script(folder: Path, **replaced: str) -> Path:
 
 
 def ordinary_loop(user: Any, spec: Any, scheduled: Sequence[int] = ()) -> tuple[nn.Module, list[float]]:
-    """What anybody would write: sparse embeddings, and an optimizer for each; `scheduled`: which of them have a scheduler like the script's."""
+    """What anybody would write: sparse embeddings, and an optimizer for each; `scheduled`: which of them have
+    a scheduler like the script's."""
     starts = {table.name: initial_values(table, np.arange(IDS)) for table in tables_of(user.call("model"), 5)}
     weights = {name: torch.from_numpy(start) for name, start in starts.items()}
     weights["genre"][0] = 0
@@ -141,7 +144,9 @@ def test_the_bits_are_those_of_an_ordinary_loop_with_sparse_embeddings(tmp_path)
     for name, (ids, values) in rows(result).items():
         expected = model.get_parameter(f"{name}.weight").detach().numpy()[ids]
         assert np.array_equal(values.view(np.int32), expected.view(np.int32))
-        assert set(ids) == set(np.load(tmp_path / f"{name}.npy").ravel()) - ({0} if name == "genre" else set())
+        assert set(ids) == set(np.load(tmp_path / f"{name}.npy").ravel()) - (
+            {0} if name == "genre" else set()
+        )
 
 
 def test_rows_follow_the_scheduler_where_their_table_says_so(tmp_path):
@@ -169,7 +174,9 @@ def test_an_exported_model_gets_its_rows_in_plain_pytorch(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     expected = [f"tables/{name}.safetensors" for name in ("genre", "item", "user")]
     for folder in (out, f"{out}/best"):
-        assert [line for line in printed if line.startswith(f"{folder}/tables")] == [f"{folder}/{p}" for p in expected]
+        assert [line for line in printed if line.startswith(f"{folder}/tables")] == [
+            f"{folder}/{p}" for p in expected
+        ]
     model, best = user.call("model"), user.call("model")
     for each, folder in ((model, out), (best, f"{out}/best")):
         each.load_state_dict(torch.load(f"{folder}/model.pt", weights_only=True))
@@ -186,7 +193,9 @@ def test_an_exported_model_gets_its_rows_in_plain_pytorch(tmp_path, capsys):
     assert (result.best.step, found) == (1, pytest.approx(result.best.value, rel=1e-5))
 
     (saved,) = {Path(path).parent for path in trireme.nn.save_tables(model, tmp_path / "again")}
-    assert [path.read_bytes() for path in sorted(saved.iterdir())] == [(Path(out) / p).read_bytes() for p in expected]
+    assert [path.read_bytes() for path in sorted(saved.iterdir())] == [
+        (Path(out) / p).read_bytes() for p in expected
+    ]
     with pytest.raises(InvalidArgument, match=r"tables \(genre, item, user\) are not in this process"):
         trireme.nn.save_tables(user.call("model"), out)
 
@@ -194,7 +203,9 @@ def test_an_exported_model_gets_its_rows_in_plain_pytorch(tmp_path, capsys):
     with pytest.raises(InvalidArgument, match="holds the table user of dim 4, the model has user of dim 8"):
         trireme.nn.load_tables(model, out)
     model.user = trireme.nn.Embedding("other", 4)
-    with pytest.raises(InvalidArgument, match=r"the table .*/tables/other.safetensors cannot be read: No such file"):
+    with pytest.raises(
+        InvalidArgument, match=r"the table .*/tables/other.safetensors cannot be read: No such file"
+    ):
         trireme.nn.load_tables(model, out)
     (Path(out) / "tables" / "other.safetensors").write_bytes((Path(out) / "model.safetensors").read_bytes())
     with pytest.raises(InvalidArgument, match=r"other\.safetensors is no table that Trireme exported"):
@@ -228,7 +239,9 @@ def test_rows_whose_gradient_is_not_finite_are_told_or_left_alone(tmp_path):
     text = path.read_text()
     path.write_text(text + textwrap.dedent(NOT_FINITE).replace("RUINED", str(ruined)))
     user = load(path)
-    with pytest.raises(UserCodeError, match=r"NonFiniteError: the gradient of table user has .* of .* not finite"):
+    with pytest.raises(
+        UserCodeError, match=r"NonFiniteError: the gradient of table user has .* of .* not finite"
+    ):
         run(user, plain_spec(user, {}))
     said: list[str] = []
     skipped = run(user, plain_spec(user, {"on_nonfinite": "skip"}), said.append)
@@ -266,7 +279,9 @@ def test_a_loop_of_the_scripts_own_gives_the_same_rows(tmp_path, monkeypatch):
     result = run(user, plain_spec(user, {}))
     own = path.with_name("own.py")
     text = path.read_text()
-    own.write_text(text[: text.index("if __name__")] + textwrap.dedent(OWN_LOOP).replace("{folder}", str(tmp_path)))
+    own.write_text(
+        text[: text.index("if __name__")] + textwrap.dedent(OWN_LOOP).replace("{folder}", str(tmp_path))
+    )
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(own), raising=False)
     monkeypatch.setattr(atexit, "register", lambda _: None)
     contextvars.copy_context().run(runpy.run_path, str(own), run_name="__main__")
@@ -295,6 +310,8 @@ def test_the_check_of_a_script_tries_its_tables_and_tells_what_they_do_not_go_wi
 def test_what_is_wrong_in_forward_is_an_error_of_the_script(tmp_path):
     path = script(tmp_path, **{'self.user(batch["user"])': 'self.user(batch["user"].float())'})
     user = load(path)
-    with pytest.raises(UserCodeError, match=r"InvalidArgument: table user: got a tensor of torch\.float32") as caught:
+    with pytest.raises(
+        UserCodeError, match=r"InvalidArgument: table user: got a tensor of torch\.float32"
+    ) as caught:
         run(user, plain_spec(user, {}))
     assert "recommend.py" in caught.value.details["traceback"]

@@ -43,7 +43,10 @@ def test_modules_and_packages_beside_the_script_go_with_it_and_nothing_else(tmp_
 
 def test_a_script_in_a_checkout_of_trireme_does_not_take_trireme_along(tmp_path: Path) -> None:
     script = write(
-        tmp_path, train="import trireme\nimport master_service.app\n", trireme__data="", master_service__app=""
+        tmp_path,
+        train="import trireme\nimport master_service.app\n",
+        trireme__data="",
+        master_service__app="",
     )
     assert read_source(script).modules == {}
 
@@ -88,10 +91,14 @@ def test_digests_are_of_what_is_imported_from_beside_the_script(tmp_path: Path) 
     ]
     assert found["prepare.py"] == sha256(b"").hexdigest()
     write(tmp_path, prepare="x = 1")
-    assert {name for name, digest in digests_of(script, ["reader"]).items() if found[name] != digest} == {"prepare.py"}
+    assert {name for name, digest in digests_of(script, ["reader"]).items() if found[name] != digest} == {
+        "prepare.py"
+    }
 
 
 def test_digests_are_of_a_bounded_number_of_files(tmp_path: Path) -> None:
-    script = write(tmp_path, train="import large", **{f"large__m{number}": "" for number in range(MAX_FILES + 10)})
+    script = write(
+        tmp_path, train="import large", **{f"large__m{number}": "" for number in range(MAX_FILES + 10)}
+    )
     (tmp_path / "large" / "__init__.py").touch()
     assert len(digests_of(script)) == MAX_FILES == JobSpec.model_fields["sources"].metadata[0].max_length

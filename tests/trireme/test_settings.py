@@ -1,4 +1,5 @@
-"""Settings: flag > environment > trireme.toml > the script's config > default, and clear words for what cannot be."""
+"""Settings: flag > environment > trireme.toml > the script's config > default, and clear words for what
+cannot be."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def test_clip_norm_is_refused_wherever_it_is_given_with_the_names_that_it_has_no
 
 def test_a_batch_that_follows_the_members_is_refused_with_the_reason():
     """Lanes, and with them the global batch, are those of the job."""
-    with pytest.raises(ConfigError, match=r"lanes cannot follow the members: .* give a power of two, for example 8"):
+    with pytest.raises(
+        ConfigError, match=r"lanes cannot follow the members: .* give a power of two, for example 8"
+    ):
         trireme.Config(lanes="members")  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="lanes cannot follow the members"):
         JobSpec.model_validate({"lanes": "members"})
@@ -99,7 +102,9 @@ def test_rates_follow_the_global_batch_by_a_rule_and_from_a_base():
     assert spec_of(from_script({"global_batch_size": 1024})).lr_factor == 1.0
     pushes = {**base, "lr_scale": "linear", "mode": "async", "push_every": 3}
     assert spec_of(from_script(pushes)).lr_factor == 12.0
-    with pytest.raises(UsageError, match=r"lr_scale is sqrt, and lr_base_batch_size is not set; .*config lr_scale"):
+    with pytest.raises(
+        UsageError, match=r"lr_scale is sqrt, and lr_base_batch_size is not set; .*config lr_scale"
+    ):
         spec_of(from_script({"lr_scale": "sqrt"}))
     with pytest.raises(UsageError, match=r"lr_base_batch_size is 256, and lr_scale is none"):
         spec_of(from_script({"lr_base_batch_size": 256}))
@@ -119,7 +124,10 @@ def test_a_missing_trireme_toml_says_nothing(tmp_path):
 
 
 def test_assignments_set_any_setting():
-    assert from_assignments(["records-per-task=64", "shuffle=false"]) == {"records_per_task": "64", "shuffle": "false"}
+    assert from_assignments(["records-per-task=64", "shuffle=false"]) == {
+        "records_per_task": "64",
+        "shuffle": "false",
+    }
     with pytest.raises(UsageError, match="--set lanes: write --set name=value"):
         from_assignments(["lanes"])
     with pytest.raises(UsageError, match="no setting 'colour'"):

@@ -1,4 +1,5 @@
-"""Settings of asynchronous jobs about the age of parameters: from every source, and clear words for what cannot be."""
+"""Settings of asynchronous jobs about the age of parameters: from every source, and clear words for what
+cannot be."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_each_source_can_divide_the_rate_of_late_pushes(tmp_path):
 
 
 def test_synchronous_jobs_have_no_late_pushes():
-    message = "lr_staleness_modulation is True, which only asynchronous jobs can have, and mode is sync; use mode async or leave it out"
+    message = (
+        "lr_staleness_modulation is True, which only asynchronous jobs can have, and mode is sync; use "
+        "mode async or leave it out"
+    )
     with pytest.raises(UsageError, match=message):
         spec_of(from_flags({"lr_staleness_modulation": True}))
 

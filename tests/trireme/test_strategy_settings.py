@@ -9,7 +9,15 @@ import pytest
 import trireme
 from tests.trireme.test_settings import spec_of
 from trireme.config import ConfigError
-from trireme.settings import UsageError, check_fields, from_environment, from_flags, from_script, from_toml, merge
+from trireme.settings import (
+    UsageError,
+    check_fields,
+    from_environment,
+    from_flags,
+    from_script,
+    from_toml,
+    merge,
+)
 from trireme_shared.protocol.records import JobSpec, Strategy
 from trireme_shared.protocol.records.setting_effects import renewed
 
@@ -18,7 +26,9 @@ COLLECTIVE = {"strategy": "collective"}
 
 def test_each_source_can_say_the_strategy_and_such_a_job_has_no_parameter_servers(tmp_path):
     toml = tmp_path / "trireme.toml"
-    toml.write_text('strategy = "collective"\nmin_members = 2\nrestart_policy = "on_failure"\nrestart_delay_s = 1.5\n')
+    toml.write_text(
+        'strategy = "collective"\nmin_members = 2\nrestart_policy = "on_failure"\nrestart_delay_s = 1.5\n'
+    )
     environment = {
         "TRIREME_STRATEGY": "collective",
         "TRIREME_MIN_MEMBERS": "2",
@@ -45,13 +55,15 @@ def test_jobs_have_parameter_servers_unless_they_say_otherwise():
 @pytest.mark.parametrize(
     ("flags", "config", "message"),
     [
-        (COLLECTIVE, {"mode": "async"}, "strategy is collective, which only synchronous jobs can have, and mode is async; use mode sync"),
+        (COLLECTIVE, {"mode": "async"}, ("strategy is collective, which only synchronous jobs can have, and "
+                "mode is async; use mode sync")),
         (COLLECTIVE, {"pservers": 2}, "pservers is 2, but a job with strategy collective has no parameter servers; leave it out"),
         ({"pservers": 0}, {}, "pservers is 0: a job needs one at least"),
         (
             COLLECTIVE,
             {"parameter_dtype": "bfloat16"},
-            "parameter_dtype is bfloat16, but with strategy collective no parameters travel in a step; leave it out",
+            ("parameter_dtype is bfloat16, but with strategy collective no parameters travel in a "
+                    "step; leave it out"),
         ),
         ({"min_members": 2}, {}, "min_members is 2, which only jobs with strategy collective can have"),
         ({"exchange": "native"}, {}, "exchange is native, which only jobs with strategy collective can have; leave it out"),
@@ -77,9 +89,19 @@ def test_a_problem_names_where_each_setting_was_given():
 
 
 def test_settings_alone_are_refused_only_if_no_other_could_make_them_possible():
-    for possible in ({"min_members": 5}, {"min_members": 5, "trainers": 5}, {**COLLECTIVE, "pservers": 0}, COLLECTIVE):
+    for possible in (
+        {"min_members": 5},
+        {"min_members": 5, "trainers": 5},
+        {**COLLECTIVE, "pservers": 0},
+        COLLECTIVE,
+    ):
         trireme.Config(**possible)
-    for possible in ({"exchange": "native"}, {"reduction": "fast"}, {"backend": "nccl"}, {"bucket_bytes": 1 << 20}):
+    for possible in (
+        {"exchange": "native"},
+        {"reduction": "fast"},
+        {"backend": "nccl"},
+        {"bucket_bytes": 1 << 20},
+    ):
         trireme.Config(**possible)
     with pytest.raises(ConfigError, match="min_members"):
         trireme.Config(min_members=0)

@@ -1,4 +1,5 @@
-"""A user's modules may have any name: those of our packages, of a dependency, of the standard library. They are found as in plain Python."""
+"""A user's modules may have any name: those of our packages, of a dependency, of the standard library. They
+are found as in plain Python."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ OURS_ALONE = ("shared", "tests", "records", "master_service", "trireme_shared_is
 def run_alone(script: Path) -> subprocess.CompletedProcess[str]:
     """`python script.py`."""
     command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, env=clean_environment(), check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=50, env=clean_environment(), check=False
+    )
 
 
 @pytest.mark.processes
@@ -67,7 +70,9 @@ def test_plain_python_finds_the_users_module_and_we_find_ours(tmp_path: Path, ea
     "functions", [FUNCTIONS + "\ntrireme.train(__name__)\n", OWN_LOOP], ids=["functions", "own_loop"]
 )
 def test_a_script_trains_under_plain_python_with_the_users_modules(tmp_path: Path, functions: str) -> None:
-    done = run_alone(write_users_modules(tmp_path, OURS_ALONE, functions + "\nimport json\nprint(json.dumps(FOUND))\n"))
+    done = run_alone(
+        write_users_modules(tmp_path, OURS_ALONE, functions + "\nimport json\nprint(json.dumps(FOUND))\n")
+    )
     assert done.returncode == 0, done.stderr
     assert "32/32 records" in done.stderr
     assert {*json.loads(done.stdout.splitlines()[-1]).values()} == {"user's"}

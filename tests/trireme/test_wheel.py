@@ -1,4 +1,5 @@
-"""The wheel, in an environment without the checkout: it holds our packages alone, trains, and every command says what it does."""
+"""The wheel, in an environment without the checkout: it holds our packages alone, trains, and every command
+says what it does."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ print(count)
 def run(folder: Path, *command: object, limit_s: float = 150) -> str:
     """What the command printed, from `folder` and without what leads to the checkout."""
     environment = {
-        name: value for name, value in clean_environment().items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+        name: value
+        for name, value in clean_environment().items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
     }
     done = subprocess.run(
         list(map(str, command)),
@@ -70,8 +73,8 @@ def built(folder: Path) -> Path:
 
 
 def installed(folder: Path, wheel: Path) -> Path:
-    """The interpreter of a new environment with the wheel. What it needs is that of this environment (a path file without its path files, which
-    would lead to the checkout)."""
+    """The interpreter of a new environment with the wheel. What it needs is that of this environment (a path
+    file without its path files, which would lead to the checkout)."""
     run(folder, sys.executable, "-m", "venv", "--without-pip", "venv")
     python = folder / "venv" / "bin" / "python"
     run(
@@ -88,7 +91,9 @@ def installed(folder: Path, wheel: Path) -> Path:
         "--no-compile",
         wheel,
     )
-    packages = Path(run(folder, python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    packages = Path(
+        run(folder, python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    )
     (packages / "what_it_needs.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 

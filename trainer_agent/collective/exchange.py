@@ -1,4 +1,5 @@
-"""A StepExchange without parameter servers: the trainers of a collective job, each with all parameters and their optimizer's state.
+"""A StepExchange without parameter servers: the trainers of a collective job, each with all parameters and
+their optimizer's state.
 
 push     nodes of the tree ──► each block's owner, itself among them
 pull     version s + 1: mean gradients from all owners (gathering.py) ─► the replica steps to it ─► use_next
@@ -54,7 +55,8 @@ class CollectiveGroup:
         copies: ShareCopies | None = None,
         step_in: StepIn = at_once,
     ) -> None:
-        """`copies`: this trainer's share of checkpoints; None: nothing is saved. `step_in`: where the replica is stepped."""
+        """`copies`: this trainer's share of checkpoints; None: nothing is saved. `step_in`: where the replica
+        is stepped."""
         self.means, self.replica, self.fleet = means, replica, means.fleet
         self._compute, self._spec, self._copies, self._step_in = compute, spec, copies, step_in
         self._pulls = means.pulls
@@ -115,7 +117,8 @@ class CollectiveGroup:
 
     @asynccontextmanager
     async def joined(self, timeline: int, known: StepRecord | None) -> AsyncIterator[StepRecord]:
-        """A spare that gets lanes may be behind: it makes the versions that the others have before it computes anything."""
+        """A spare that gets lanes may be behind: it makes the versions that the others have before it
+        computes anything."""
         async with self._using(timeline):
             if known is None or known.version != self.replica.version:
                 await self.means.formed()
@@ -128,7 +131,8 @@ class CollectiveGroup:
 
     @asynccontextmanager
     async def _using(self, timeline: int | None) -> AsyncIterator[None]:
-        """Waits until the replica has a version, of that timeline (None: of any; one that joins at the end of training is still getting it)."""
+        """Waits until the replica has a version, of that timeline (None: of any; one that joins at the end of
+        training is still getting it)."""
         while True:
             async with self.in_use:
                 if self.replica.record is not None and timeline in (None, self.replica.timeline):
@@ -143,7 +147,8 @@ class CollectiveGroup:
         exact: bool = False,  # noqa: ARG002
         results_from: int | None = None,
     ) -> StepRecord | None:
-        """See StepExchange.pull. `version` None: the newest one that any trainer has, which is in use then."""
+        """See StepExchange.pull. `version` None: the newest one that any trainer has, which is in use
+        then."""
         self.results = ()
         self._pulls.want_results(results_from)
         if version is None:
@@ -165,14 +170,16 @@ class CollectiveGroup:
         return self.replica.stepped
 
     def _join_results(self, own: Sequence[StepResult]) -> None:
-        """What the others keep of steps, with what this trainer knows of them: norms are known once a step was made."""
+        """What the others keep of steps, with what this trainer knows of them: norms are known once a step
+        was made."""
         known = {result.step: result for result in own}
         theirs, self.results = self._pulls.results, tuple(own)
         if theirs and (not own or theirs[0].step < own[0].step):
             self.results = tuple(known.get(result.step, result) for result in theirs)
 
     async def _pull_newest(self, results_from: int | None) -> StepRecord | None:
-        """After training: the last version, which is in use or made from the one in use; and results of steps."""
+        """After training: the last version, which is in use or made from the one in use; and results of
+        steps."""
         infos = None
         while infos is None:
             group = await self.means.formed()
@@ -208,19 +215,22 @@ class CollectiveGroup:
         return True
 
     async def step_to(self, version: int) -> None:
-        """Step a trainer without lanes to the next version, of which all mean gradients are there, and put it into use."""
+        """Step a trainer without lanes to the next version, of which all mean gradients are there, and put it
+        into use."""
         await self.pull(version)
         async with self.swapping:
             self._swap()
 
     def handed_over(self) -> None:
-        """The replica has got a version from other trainers: the mean gradients, which began before, know the values of buffers from now on."""
+        """The replica has got a version from other trainers: the mean gradients, which began before, know the
+        values of buffers from now on."""
         if self.means.store is not None and self.replica.version is not None:
             self.means.store.know_buffers(self.replica.version, self._compute.current)
 
     @asynccontextmanager
     async def other_values(self) -> AsyncIterator[None]:
-        """The version in use is in use again afterwards: nobody else has it to pull it from. Meanwhile it is neither given nor saved."""
+        """The version in use is in use again afterwards: nobody else has it to pull it from. Meanwhile it is
+        neither given nor saved."""
         async with self.in_use:
             compute = self._compute
             own = {block.number: bytes(compute.current(block.number)) for block in compute.layout.blocks()}
@@ -245,8 +255,9 @@ class CollectiveGroup:
     # ------------------------------------------------------------ shares of checkpoints
 
     async def reached(self) -> None:
-        """Copies this trainer's share of the version in use, if a checkpoint of it is due. Nothing is copied for a generation whose group is not
-        formed: its members may have made this version of other records."""
+        """Copies this trainer's share of the version in use, if a checkpoint of it is due. Nothing is copied
+        for a generation whose group is not formed: its members may have made this version of other
+        records."""
         group = self.means.view.group
         if group is None or not self.replica.at_rest:
             return
@@ -261,20 +272,22 @@ class CollectiveGroup:
             await self._copies.at_version(group.trainers, since)
 
     async def _goes_on_in(self, group: Group) -> None:
-        """The step behind the version in use is made in that generation, unless it ends before. Some trainers may have reached the version in the
-        generation before, and some only now: a checkpoint that is to be evaluated would get parts of two generations, and be lost."""
+        """The step behind the version in use is made in that generation, unless it ends before. Some trainers
+        may have reached the version in the generation before, and some only now: a checkpoint that is to be
+        evaluated would get parts of two generations, and be lost."""
         if self.replica.at_rest and self._copies is not None and self._copies.is_evaluated:
             await self._copy(group)
 
     async def _leaves(self) -> None:
-        """The version in use is about to be stepped. If all mean gradients of the next one are there already, nothing else waits for the group:
-        a late trainer would leave without a copy."""
+        """The version in use is about to be stepped. If all mean gradients of the next one are there already,
+        nothing else waits for the group: a late trainer would leave without a copy."""
         if self._put_off:
             await self.means.formed()
             await self.reached()
 
     async def version_stays(self) -> None:
-        """A dead trainer may not have written its share of this version, so every new generation copies it again."""
+        """A dead trainer may not have written its share of this version, so every new generation copies it
+        again."""
         await self.reached()
 
     def checkpoint_again(self) -> CheckpointRequest | None:
@@ -284,7 +297,9 @@ class CollectiveGroup:
     # ------------------------------------------------------------ pushes
 
     @asynccontextmanager
-    async def pushing(self, header: PushHeader, outboxes: Mapping[int, Outbox]) -> AsyncIterator[dict[int, Verdict]]:
+    async def pushing(
+        self, header: PushHeader, outboxes: Mapping[int, Outbox]
+    ) -> AsyncIterator[dict[int, Verdict]]:
         native = self.means.native
         if native is None:
             async with self._pushes.pushing(header, outboxes) as verdicts:
@@ -311,14 +326,17 @@ class CollectiveGroup:
     # ------------------------------------------------------------ steps
 
     async def _step_to(self, version: int) -> None:
-        """The replica steps to `version`, the one after that in use. If cancelled, it returns when that is done."""
+        """The replica steps to `version`, the one after that in use. If cancelled, it returns when that is
+        done."""
         store = self.means.store
         assert store is not None
         record = store.history.record(version)
         assert record is not None
         gradients = store.retained(version)
         self.replica.stepping = True
-        tensors = {number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()}
+        tensors = {
+            number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()
+        }
         try:
             await to_its_end(self._make_step(store, tensors, record))
         finally:

@@ -1,10 +1,12 @@
-"""The mean gradients of a collective job as one trainer gets them: its own share, the others' shares, and what belongs to a generation.
+"""The mean gradients of a collective job as one trainer gets them: its own share, the others' shares, and
+what belongs to a generation.
 
-    a new generation: fenced ─► all say which version they have ─► who lacks the newest gets it from one that has it ─► shares are open
+    a new generation: fenced ─► all say which version they have
+        ─► who lacks the newest gets it from one that has it ─► shares are open
     pull     version s + 1: from all owners, each its share ─► all of it is there ─► this trainer has it
 
-Calls of another generation are refused, and what came of a pull of another generation is thrown away: what a trainer has said that it has
-stays true, and a step is made of data of one generation.
+Calls of another generation are refused, and what came of a pull of another generation is thrown away: what a
+trainer has said that it has stays true, and a step is made of data of one generation.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from trireme_shared.protocol.wire.messages import PserverInfo
 from trireme_shared.serving.core.store import missing_lanes
 
 GRACE_S = 0.1  # for answers to calls of a generation that is over; then their connections are closed
-FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1  # pauses between questions to a trainer that is not in the generation yet
+# pauses between questions to a trainer that is not in the generation yet
+FIRST_ASK_S, LAST_ASK_S = 0.002, 0.1
 ANSWER_S = 5.0
 LOOK_S = 1.0
 
@@ -125,7 +128,8 @@ class MeanGradients:
         log.info("regrouped", generation=self.view.generation, place=place, blocks=len(own), version=self.has)
 
     async def form(self, group: Group) -> None:
-        """Learn what the trainers of the group have, and get what this one lacks. Raises Gone: nobody can give that."""
+        """Learn what the trainers of the group have, and get what this one lacks. Raises Gone: nobody can
+        give that."""
         await self.view.learn_addresses(group)
         said = await self.versions_in(group)
         if self.store is None:
@@ -136,7 +140,10 @@ class MeanGradients:
             msg = f"no trainer of generation {group.generation} has version {self.has}"
             raise Gone(msg)
         if group.other_records:
-            msg = f"version {self.has} of this trainer is made of other records than that of generation {group.generation}"
+            msg = (
+                f"version {self.has} of this trainer is made of other records than that of generation "
+                f"{group.generation}"
+            )
             raise Gone(msg)
         while self.has < group.newest:
             await self.catch_up(group)
@@ -157,7 +164,8 @@ class MeanGradients:
                 await self.versions_in(group)
 
     async def catch_up(self, group: Group) -> None:
-        """The next of the versions that others of the group have. Raises Gone; StaleGeneration: the generation is over, and nothing may have come."""
+        """The next of the versions that others of the group have. Raises Gone; StaleGeneration: the
+        generation is over, and nothing may have come."""
         await self._gather(group, group.newest)
         if self.view.group is not group:
             raise StaleGeneration(_over(group))
@@ -191,7 +199,11 @@ class MeanGradients:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     info = await self.fleet.port(place).info()
-                if info.ready and info.generation == group.generation and info.timeline == self.server.timeline:
+                if (
+                    info.ready
+                    and info.generation == group.generation
+                    and info.timeline == self.server.timeline
+                ):
                     return info.with_fields(index=place)
             except NotReady:
                 await self.view.learn_addresses(group)
@@ -220,8 +232,8 @@ class MeanGradients:
         self._lost = ""
 
     async def formed(self) -> Group:
-        """The group of the present generation, once it is formed. Raises Gone: what this trainer has is lost, and it forms no group until nobody uses
-        that any more."""
+        """The group of the present generation, once it is formed. Raises Gone: what this trainer has is lost,
+        and it forms no group until nobody uses that any more."""
         while True:
             if self._lost:
                 raise Gone(self._lost)
@@ -235,8 +247,11 @@ class MeanGradients:
 
     # ------------------------------------------------------------ versions
 
-    async def gather_to(self, version: int, in_each: Callable[[Group], Awaitable[None]] | None = None) -> None:
-        """Until all mean gradients of `version` are here; `in_each`: awaited in each generation meanwhile. Raises Gone: nobody can give them."""
+    async def gather_to(
+        self, version: int, in_each: Callable[[Group], Awaitable[None]] | None = None
+    ) -> None:
+        """Until all mean gradients of `version` are here; `in_each`: awaited in each generation meanwhile.
+        Raises Gone: nobody can give them."""
         while self.has < version:
             group = await self.formed()
             if self.store is None:
@@ -245,7 +260,8 @@ class MeanGradients:
                 await in_each(group)
             await self._gather(group, version)
 
-    # ------------------------------------------------------------ versions, for a trainer without lanes (see Follow)
+    # ------------------------------------------------------------ versions, for a trainer without lanes (see
+    # Follow)
 
     def listed(self) -> TrainerList | None:
         """The trainers of the present generation, if they are known."""
@@ -256,19 +272,23 @@ class MeanGradients:
         await self.gather_to(version)
 
     def take(self, version: int) -> Step:
-        """How that version, which it has, follows from the one before. Those before it are not kept for this trainer any more."""
+        """How that version, which it has, follows from the one before. Those before it are not kept for this
+        trainer any more."""
         store = self.store
         assert store is not None
         record, gradients = store.history.record(version), store.retained(version)
         assert record is not None
         store.in_use = version
         store.forget()
-        tensors = {number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()}
+        tensors = {
+            number: buffer.tensor if buffer is not None else None for number, buffer in gradients.items()
+        }
         rows = store.rows.whole[version] if store.rows is not None else None
         return Step(record, tensors, lambda: released(gradients), rows)
 
     def measured(self, version: int, norm: float) -> StepRecord:
-        """The record of a version with the norm of the gradient that made it, if the job clips. Raises Gone: the job went back meanwhile."""
+        """The record of a version with the norm of the gradient that made it, if the job clips. Raises Gone:
+        the job went back meanwhile."""
         record = self.store.history.record(version) if self.store is not None else None
         if self.store is None or record is None:
             raise Gone(f"this trainer has no version {version} any more")
@@ -280,9 +300,11 @@ class MeanGradients:
     # ------------------------------------------------------------ parts
 
     async def _gather(self, group: Group, version: int) -> None:
-        """All blocks of the next version, unless this trainer has `version`, or the generation ends before. Raises Gone: nobody can give it."""
+        """All blocks of the next version, unless this trainer has `version`, or the generation ends before.
+        Raises Gone: nobody can give it."""
         if self.native is not None and group.owns and self.has >= group.newest:
-            with self._late.watching(group, lambda: range(group.trainers.owner_count)):  # an operation is one of all
+            # an operation is one of all
+            with self._late.watching(group, lambda: range(group.trainers.owner_count)):
                 await self.native.reached(group, version)
             return
         async with self._gathering:
@@ -301,7 +323,9 @@ class MeanGradients:
             finally:
                 arriving.release()
 
-    async def _arrived(self, group: Group, pull: Pull, arriving: Arriving, store: MeanStore) -> StepRecord | None:
+    async def _arrived(
+        self, group: Group, pull: Pull, arriving: Arriving, store: MeanStore
+    ) -> StepRecord | None:
         """The version's record, once all blocks have come. Raises StaleGeneration: the generation is over."""
         async with SingleErrorGroup() as tasks:
             ending = tasks.create_task(self._end_of(group, GRACE_S))
@@ -319,8 +343,11 @@ class MeanGradients:
         arriving.check()
         return agreed([each.result() for each in pulls.values()])
 
-    async def _pull_part(self, place: int, blocks: Sequence[int], pull: Pull, arriving: Arriving) -> StepRecord | None:
-        """None: the generation is over. The pulls from other trainers may come to their ends, too, so that connections stay."""
+    async def _pull_part(
+        self, place: int, blocks: Sequence[int], pull: Pull, arriving: Arriving
+    ) -> StepRecord | None:
+        """None: the generation is over. The pulls from other trainers may come to their ends, too, so that
+        connections stay."""
         try:
             record = await self.pulls.pull_from(pull, place, blocks)
             await arriving.pull_rows(self.fleet, place)
@@ -333,7 +360,9 @@ class MeanGradients:
     def _parts_of(self, group: Group, arriving: Arriving, store: MeanStore) -> Mapping[int, Sequence[int]]:
         """Which blocks come from where."""
         if arriving.version > group.newest:
-            return {place: blocks for place, blocks in self.fleet.routes.blocks.items() if place != group.place}
+            return {
+                place: blocks for place, blocks in self.fleet.routes.blocks.items() if place != group.place
+            }
         if not group.givers:
             msg = f"no other trainer of generation {group.generation} has version {arriving.version}"
             raise Gone(msg)
@@ -348,7 +377,9 @@ class MeanGradients:
         return store.history.record(arriving.version)
 
 
-def _late_places(group: Group, store: MeanStore, pulls: Mapping[int, asyncio.Task[StepRecord | None]]) -> set[int]:
+def _late_places(
+    group: Group, store: MeanStore, pulls: Mapping[int, asyncio.Task[StepRecord | None]]
+) -> set[int]:
     """Whose lanes the own share lacks. If it lacks none: whose mean gradients have not come."""
     own = pulls.get(group.place)
     if own is None or own.done():

@@ -1,10 +1,13 @@
-"""The trainers of a collective job as one trainer reaches them, generation by generation: who serves which blocks, where, and who of them is late.
+"""The trainers of a collective job as one trainer reaches them, generation by generation: who serves which
+blocks, where, and who of them is late.
 
-    etcd: state and trainers of a generation ─► Group: the owners of lanes share the slots, by their places in the list
+    etcd: state and trainers of a generation
+        ─► Group: the owners of lanes share the slots, by their places in the list
     trainers' own keys, read when a name is new ─► addresses
 
-A group looks to the data plane like parameter servers: the trainer at place i is the one with index i, and the generation is the version of
-the slot map. A generation never comes twice, so nothing of an earlier one can be taken for this one's.
+A group looks to the data plane like parameter servers: the trainer at place i is the one with index i, and
+the generation is the version of the slot map. A generation never comes twice, so nothing of an earlier one
+can be taken for this one's.
 """
 
 from __future__ import annotations
@@ -23,7 +26,14 @@ from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainerMember
+from trireme_shared.protocol.records import (
+    JobState,
+    MasterAddress,
+    PserverMember,
+    SlotMap,
+    TrainerList,
+    TrainerMember,
+)
 from trireme_shared.protocol.records.assignments import Migration, spread
 from trireme_shared.protocol.wire.messages import PserverInfo
 
@@ -35,9 +45,10 @@ REMEMBERED = 8
 
 
 class Group:
-    """The trainers of one generation. `place`: this trainer's, -1: it is not listed. `newest`: the highest version that one of them has, `givers`: the
-    places of those that this trainer can get it from, `other_records`: this trainer's version is made of other records than that one; known once it is
-    `formed`: then this trainer has the newest version, too. `members`: the others whose address is known."""
+    """The trainers of one generation. `place`: this trainer's, -1: it is not listed. `newest`: the highest
+    version that one of them has, `givers`: the places of those that this trainer can get it from,
+    `other_records`: this trainer's version is made of other records than that one; known once it is `formed`:
+    then this trainer has the newest version, too. `members`: the others whose address is known."""
 
     def __init__(self, trainers: TrainerList, me: str, slot_count: int) -> None:
         self.trainers, self.generation = trainers, trainers.generation
@@ -64,9 +75,10 @@ class Group:
         return 0 <= self.place < self.trainers.owner_count
 
     def learn(self, infos: Iterable[PserverInfo], own: PserverInfo) -> None:
-        """What the others have, and this one, which counts if it is listed. Versions of one number are not always the same: a trainer that was frozen may
-        have one of which the others have made the step again, and a record was discarded meanwhile. Then that of the first in the list holds. Who can give the version
-        after this trainer's own also says what that one is made of."""
+        """What the others have, and this one, which counts if it is listed. Versions of one number are not
+        always the same: a trainer that was frozen may have one of which the others have made the step again,
+        and a record was discarded meanwhile. Then that of the first in the list holds. Who can give the
+        version after this trainer's own also says what that one is made of."""
         said = {info.index: info for info in infos}
         listed = {**said, self.place: own} if self.place >= 0 else said
         self.newest = max((info.highest for info in listed.values()), default=-1)
@@ -74,7 +86,9 @@ class Group:
         made_of = _made_of(basis, self.newest)
         having = {place: info for place, info in said.items() if info.highest == self.newest}
         same = {place: info for place, info in having.items() if _made_of(info, self.newest) == made_of}
-        able = [place for place, info in same.items() if info.kept is not None and info.kept <= own.highest + 1]
+        able = [
+            place for place, info in same.items() if info.kept is not None and info.kept <= own.highest + 1
+        ]
         self.givers = sorted(able or same)
         mine = _made_of(own, own.highest)
         known = [_made_of(info, own.highest) or mine for info in (basis, *same.values())]
@@ -133,8 +147,12 @@ class GroupView:
         """In place: of the other trainers, as far as their keys exist."""
         if not self._addresses.keys() >= set(group.others.values()):
             prefix = self.keys.trainers
-            found = await retry(lambda: self._etcd.range(prefix, prefix=True), "the addresses of the trainers")
-            members = (read_record(TrainerMember, kv.key, kv.value) for kv in found.kvs if kv.key != self.keys.pause)
+            found = await retry(
+                lambda: self._etcd.range(prefix, prefix=True), "the addresses of the trainers"
+            )
+            members = (
+                read_record(TrainerMember, kv.key, kv.value) for kv in found.kvs if kv.key != self.keys.pause
+            )
             for member in members:
                 if member is not None and member.exchange is not None and member.trainer in group.trainers:
                     self._addresses[member.trainer] = pserver_of(member)
@@ -199,12 +217,16 @@ def _made_of(info: PserverInfo, version: int) -> str | None:
 
 
 class LateMembers:
-    """Tells the master who holds the next version up. Nothing fails at a trainer that is frozen: its connections stay, and it gives no answer.
+    """Tells the master who holds the next version up. Nothing fails at a trainer that is frozen: its
+    connections stay, and it gives no answer.
 
-        waiting for longer than usual ─► the owners of lanes that the own share lacks; it lacks none: the owners whose mean gradients have not come
-            ─► `suspect` ─► the master looks at their leases (master_service/control/evictions.py): a slow trainer renews its own, and stays
+        waiting for longer than usual ─► the owners of lanes that the own share lacks; it lacks none: the
+            owners whose mean gradients have not come
+            ─► `suspect` ─► the master looks at their leases (master_service/control/evictions.py): a slow
+                trainer renews its own, and stays
 
-    At most `TELLERS` trainers tell about one: those that follow it in the list. `suspect(name, cause)` tells the master."""
+    At most `TELLERS` trainers tell about one: those that follow it in the list. `suspect(name, cause)` tells
+    the master."""
 
     def __init__(self, suspect: Suspect, lease_ttl_s: float) -> None:
         self._suspect, self._lease_ttl_s = suspect, lease_ttl_s

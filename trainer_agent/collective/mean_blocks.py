@@ -1,14 +1,17 @@
-"""Mean gradients in one trainer of a collective job: all blocks of the last versions that it has, two at least, and those of the next one as they come.
+"""Mean gradients in one trainer of a collective job: all blocks of the last versions that it has, two at
+least, and those of the next one as they come.
 
     own share     version s --pushes of step s, all lanes--> mean gradient of step s: version s + 1        (as a parameter server, without optimizer)
-    other blocks  pulled from their owners (Arriving), and taken all at once by `complete`: from then on this trainer has version s + 1
+    other blocks  pulled from their owners (Arriving), and taken all at once by `complete`: from then on this
+                  trainer has version s + 1
 
-Version s + 1 of a block is the mean gradient of step s, or the values of a buffer after it. A step without any data has no gradient. That of
-the version that the trainer began with is not known to it. A new generation of trainers begins at the version that the trainer has: what its own blocks
-have beyond that is made again (`start_again`), maybe of other records.
+Version s + 1 of a block is the mean gradient of step s, or the values of a buffer after it. A step without
+any data has no gradient. That of the version that the trainer began with is not known to it. A new generation
+of trainers begins at the version that the trainer has: what its own blocks have beyond that is made again
+(`start_again`), maybe of other records.
 
-Trainers with lanes are never more than two versions apart. A spare that had no processor for a moment may be further behind: of small models more versions are kept
-for it (OlderVersions).
+Trainers with lanes are never more than two versions apart. A spare that had no processor for a moment may be
+further behind: of small models more versions are kept for it (OlderVersions).
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
 
 
-STATED = 3  # at least so many versions a trainer says what they are made of: as far as trainers with lanes are apart, and the one that it has
+# at least so many versions a trainer says what they are made of: as far as trainers with lanes are apart, and
+# the one that it has
+STATED = 3
 KEPT_BYTES = 8 << 20  # it stays in a processor's cache; a model of more than that keeps no older ones
 MOST_KEPT = 128
 RECORD_BYTES = 512  # of each lane's position in a version's record
@@ -62,8 +67,9 @@ Arrived = Mapping[int, Buffer | None]
 
 
 class MeanBlock(BlockState):
-    """`kept`: by version, each with a reference; None: the step had no data of it. `nothing`: a buffer of its size, read by nobody. `first`: values of
-    a buffer at the first version, as long as one has them; None: of a block of parameters."""
+    """`kept`: by version, each with a reference; None: the step had no data of it. `nothing`: a buffer of its
+    size, read by nobody. `first`: values of a buffer at the first version, as long as one has them; None: of
+    a block of parameters."""
 
     def __init__(
         self, place: Block, pool: BufferPool, lanes: int, version: int, nothing: Buffer, first: Buffer | None
@@ -101,7 +107,11 @@ class MeanBlock(BlockState):
             return self.current.retain() if self._is_buffer else None
         if self._is_buffer and torch.equal(bits_of(whole.value), bits_of(self.current.tensor)):
             return self.current.retain()
-        if whole.buffer is not None and not whole.lent and whole.buffer.kind == (self.place.dtype, self.place.elements):
+        if (
+            whole.buffer is not None
+            and not whole.lent
+            and whole.buffer.kind == (self.place.dtype, self.place.elements)
+        ):
             return whole.buffer.retain()
         return self.copied(whole.value)
 
@@ -117,8 +127,11 @@ class MeanBlock(BlockState):
         self._put(version, arrived)
 
     def know_first(self, version: int, values: memoryview) -> None:
-        """The values of a buffer at `version`, which were not known at first: as long as no step has brought others, its steps keep them."""
-        if self._first is not None and any(self._first is each for each in (self.kept.get(version), self.current)):
+        """The values of a buffer at `version`, which were not known at first: as long as no step has brought
+        others, its steps keep them."""
+        if self._first is not None and any(
+            self._first is each for each in (self.kept.get(version), self.current)
+        ):
             self._first.view[:] = values
 
     def start_again(self, version: int) -> None:
@@ -150,8 +163,9 @@ class MeanBlock(BlockState):
 
 
 class MeanStore(Store):
-    """`has`: the version of which it has every block. `own`: the blocks of its share, the only ones that it takes pushes of. `in_use`: the version that
-    the trainer's parameters have: what it still has to step is kept."""
+    """`has`: the version of which it has every block. `own`: the blocks of its share, the only ones that it
+    takes pushes of. `in_use`: the version that the trainer's parameters have: what it still has to step is
+    kept."""
 
     blocks: dict[int, MeanBlock]  # type: ignore[assignment]
     mode = Mode.SYNC
@@ -167,14 +181,18 @@ class MeanStore(Store):
         pool: BufferPool | None = None,
     ) -> None:
         """`values(block)`: of a block of buffers at the version of `record`."""
-        header = InitHeader(job=job, generation=0, mode=Mode.SYNC, lanes=lanes, layout=layout, pserver=0, record=record)
+        header = InitHeader(
+            job=job, generation=0, mode=Mode.SYNC, lanes=lanes, layout=layout, pserver=0, record=record
+        )
         super().__init__(header, lanes, pool, _mean_rows(layout, lanes, record.version))
         self.pushes = StepPushes(layout, lanes, self.history, self.clipping)
         self.has = self.in_use = record.version
         self.own: frozenset[int] = frozenset()
-        self._made: Counter[int] = Counter()  # by version that it has not yet: blocks of its share that are made
+        # by version that it has not yet: blocks of its share that are made
+        self._made: Counter[int] = Counter()
         self._digests: dict[int, str] = {}
-        self._had_in: dict[int, int] = {}  # by version: the generation in which it had that, from the one in use on
+        # by version: the generation in which it had that, from the one in use on
+        self._had_in: dict[int, int] = {}
         self._older = OlderVersions(record.version + 1)
         self.history.kept = sys.maxsize  # `forget` says which records nobody needs
         nothing: dict[tuple[str, int], Buffer] = {}
@@ -186,7 +204,9 @@ class MeanStore(Store):
             if layout.segments[place.segment].kind == "buffer":
                 first = self.pool.take(*kind)
                 first.view[:] = memoryview(values(place.number)).cast("B")
-            self.blocks[place.number] = MeanBlock(place, self.pool, lanes, record.version, nothing[kind], first)
+            self.blocks[place.number] = MeanBlock(
+                place, self.pool, lanes, record.version, nothing[kind], first
+            )
         self.renumber()
 
     def __repr__(self) -> str:
@@ -197,7 +217,8 @@ class MeanStore(Store):
         return [None] * len(layout.segments)
 
     def regroup(self, slots: SlotMap, own: Collection[int]) -> None:
-        """Another generation: the step after the version that it has begins again, and it owns these blocks."""
+        """Another generation: the step after the version that it has begins again, and it owns these
+        blocks."""
         self.slots, self.own = slots, frozenset(own)
         self._made.clear()
         for block in self.blocks.values():
@@ -209,8 +230,8 @@ class MeanStore(Store):
     def complete(
         self, version: int, arrived: Arrived, record: StepRecord, rows: Mapping[int, RowMeans] | None = None
     ) -> None:
-        """It has `version` from now on, the next one: with what has `arrived`, whose references are its own now, and its own share for the rest. `rows`: see
-        MeanRows.complete."""
+        """It has `version` from now on, the next one: with what has `arrived`, whose references are its own
+        now, and its own share for the rest. `rows`: see MeanRows.complete."""
         assert version == self.has + 1
         for number, block in self.blocks.items():
             if number in arrived:
@@ -237,17 +258,20 @@ class MeanStore(Store):
         return size + (self.rows.whole[version].bytes if self.rows is not None else 0)
 
     def know_buffers(self, version: int, values: Callable[[int], memoryview]) -> None:
-        """`values(block)`: of a block of buffers at `version`, of a store that began before they were there."""
+        """`values(block)`: of a block of buffers at `version`, of a store that began before they were
+        there."""
         for number, block in self.blocks.items():
             if block.is_buffer:
                 block.know_first(version, memoryview(values(number)).cast("B"))
 
     def had_in(self, version: int) -> int | None:
-        """The generation in which all of that version was there, from the one in use on; None: this trainer began with it."""
+        """The generation in which all of that version was there, from the one in use on; None: this trainer
+        began with it."""
         return self._had_in.get(version)
 
     def forget(self) -> None:
-        """What nobody needs any more: others may lack the last version, this trainer what it has not stepped yet."""
+        """What nobody needs any more: others may lack the last version, this trainer what it has not stepped
+        yet."""
         for version in [each for each in self._had_in if each < self.in_use]:
             del self._had_in[version]
         before = self._older.first
@@ -277,11 +301,13 @@ class MeanStore(Store):
 
     @property
     def _first_stated(self) -> int:
-        """Whoever has a version, of which this trainer can give the next one, sees whether both are made of the same records."""
+        """Whoever has a version, of which this trainer can give the next one, sees whether both are made of
+        the same records."""
         return min(self.first_kept - 1, self.has - STATED + 1)
 
     def made_of(self) -> tuple[tuple[int, str], ...]:
-        """By version, the last ones up to `has`: a digest of the positions of the lanes' readers behind it, so of which records its last step had."""
+        """By version, the last ones up to `has`: a digest of the positions of the lanes' readers behind it,
+        so of which records its last step had."""
         records = [self.history.record(version) for version in range(self._first_stated, self.has + 1)]
         return tuple((record.version, self._digest_of(record)) for record in records if record is not None)
 
@@ -309,7 +335,9 @@ class MeanStore(Store):
     def collected(self) -> Iterable[MeanBlock]:
         return [self.blocks[number] for number in self.own]
 
-    def apply(self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None) -> Verdict:
+    def apply(
+        self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None
+    ) -> Verdict:
         if item.block in self.blocks and item.block not in self.own:
             return Verdict.WRONG_OWNER
         return super().apply(push, item, payload, memory)
@@ -328,13 +356,15 @@ class MeanStore(Store):
 
 
 class OlderVersions:
-    """How far back a trainer keeps mean gradients that only a spare can need which is far behind. `first`: the first version that is kept.
+    """How far back a trainer keeps mean gradients that only a spare can need which is far behind. `first`:
+    the first version that is kept.
 
-    first ……… needed ……… has        needed: what others may lack, and what the trainer has not stepped yet; kept whatever it takes
+    first ……… needed ……… has        needed: what others may lack, and what the trainer has not stepped yet;
+        kept whatever it takes
       `─ older ones: KEPT_BYTES and MOST_KEPT at most
 
-    A spare that was without a processor for some steps goes on from where it was. Without older versions it fetches all parameters
-    anew, and is behind again when they are there.
+    A spare that was without a processor for some steps goes on from where it was. Without older versions it
+    fetches all parameters anew, and is behind again when they are there.
     """
 
     def __init__(self, first: int) -> None:
@@ -350,11 +380,14 @@ class OlderVersions:
         self._sizes.append(size)
 
     def forget_before(self, needed: int) -> int:
-        """Of the versions before `needed` the last ones stay, as many as go into the limits. Returns the first one that stays."""
+        """Of the versions before `needed` the last ones stay, as many as go into the limits. Returns the
+        first one that stays."""
         while self._needed < needed:
             self._older_bytes += self._sizes[self._needed - self.first]
             self._needed += 1
-        while self.first < self._needed and (self._older_bytes > KEPT_BYTES or self._needed - self.first > MOST_KEPT):
+        while self.first < self._needed and (
+            self._older_bytes > KEPT_BYTES or self._needed - self.first > MOST_KEPT
+        ):
             self._older_bytes -= self._sizes.popleft()
             self.first += 1
         return self.first
@@ -385,18 +418,21 @@ def released(found: Arrived) -> None:
 
 
 class Arriving:
-    """A PullSink: mean gradients on their way to one trainer, kept apart until all of them are there; then the trainer's store has the version.
+    """A PullSink: mean gradients on their way to one trainer, kept apart until all of them are there; then
+    the trainer's store has the version.
 
-        pull ─staging─► own memory of each block ─all blocks, the generation is still the same─► MeanStore.complete
+        pull ─staging─► own memory of each block ─all blocks, the generation is still the same─►
+            MeanStore.complete
                             `─ another generation: given back, whatever came is thrown away
 
-    It takes what a pull of the version after `store.has` brings, asked in the server's present generation, which began at version
-    `newest`. `release` it at the end."""
+    It takes what a pull of the version after `store.has` brings, asked in the server's present generation,
+    which began at version `newest`. `release` it at the end."""
 
     def __init__(self, server: BlockServer, store: MeanStore, newest: int) -> None:
         self._server, self._store = server, store
         self.generation, self.version = server.generation, store.has + 1
-        #: which rows are asked for: those of each owner's slots (see TableRequest.slots); 0: one trainer gives all
+        #: which rows are asked for: those of each owner's slots (see TableRequest.slots); 0: one trainer
+        # gives all
         self.shares = self.generation if self.version > newest else 0
         self.layout: Layout = store.layout
         self.blocks: dict[int, Buffer | None] = {}
@@ -414,11 +450,15 @@ class Arriving:
     def check(self) -> None:
         """Raises StaleGeneration: what was asked, and what came, does not count any more."""
         if self.is_over:
-            msg = f"generation {self.generation} is over, so version {self.version} is pulled again in {self._server.generation}"
+            msg = (
+                f"generation {self.generation} is over, so version {self.version} is pulled again in "
+                f"{self._server.generation}"
+            )
             raise StaleGeneration(msg)
 
     def staging(self, block: int) -> memoryview:
-        """Writable bytes for a block; also while an answer to a call of a generation that is over still comes."""
+        """Writable bytes for a block; also while an answer to a call of a generation that is over still
+        comes."""
         return self._buffer(block).view
 
     def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None:
@@ -475,8 +515,8 @@ class Arriving:
         self.rows[self._place_of_rows(index)] = RowMeans(ids, rows, found.has_data)
 
     async def pull_rows(self, fleet: FleetClient, place: int) -> None:
-        """Bring the mean gradients of rows from a trainer that has the whole version of its blocks, unless they came with the end of the pull.
-        Raises StaleGeneration: the generation is over."""
+        """Bring the mean gradients of rows from a trainer that has the whole version of its blocks, unless
+        they came with the end of the pull. Raises StaleGeneration: the generation is over."""
         if self._dims and self._place_of_rows(place) not in self.rows:  # they are many
             self.check()
             self.rows[self._place_of_rows(place)] = await self._row_means(fleet, place)
@@ -503,13 +543,16 @@ class Arriving:
                 self.check()
                 if len(parts) > 1:
                     ids, rows = (
-                        [np.concatenate(each) for each in zip(*some, strict=True)] for some in zip(*parts, strict=True)
+                        [np.concatenate(each) for each in zip(*some, strict=True)]
+                        for some in zip(*parts, strict=True)
                     )
                 else:
                     ids, rows = parts[0]
                 return RowMeans(ids, rows, end.has_data)
             if end.next <= first:
-                raise BadFrame(f"the trainer at place {place} sent no mean gradients of rows from the {first}th on")
+                raise BadFrame(
+                    f"the trainer at place {place} sent no mean gradients of rows from the {first}th on"
+                )
             first = end.next
 
     def _place_of_rows(self, place: int) -> int:

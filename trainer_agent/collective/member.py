@@ -1,13 +1,15 @@
-"""One trainer as a member of its collective job: its group, its own parameters and optimizer, and how the job's first values become known.
+"""One trainer as a member of its collective job: its group, its own parameters and optimizer, and how the
+job's first values become known.
 
     initial values ─┐
-    checkpoint ─────┼─► a version, `holds` in trainers/<id> ─► steps with the others, shares of checkpoints ─► the last version is saved
+    checkpoint ─────┼─► a version, `holds` in trainers/<id> ─► steps with the others, shares of checkpoints
+        ─► the last version is saved
     other trainers ─┘
 
     first values:  init_ps/lock (leased, create = 0) ─► layout with a digest of the values, and init_ps/done
 
-Every trainer makes its own first values, and one of them says which they are. Whoever has the same values has version 0, and says so
-in its key; the others get theirs from a trainer that has some.
+Every trainer makes its own first values, and one of them says which they are. Whoever has the same values has
+version 0, and says so in its key; the others get theirs from a trainer that has some.
 """
 
 from __future__ import annotations
@@ -89,7 +91,12 @@ class CollectiveMember:
 
     async def run(self) -> None:
         async with SingleErrorGroup() as group:
-            for part in (self.group.run, self.copies.checkpointer.run, self._restorer.run, self._following.run):
+            for part in (
+                self.group.run,
+                self.copies.checkpointer.run,
+                self._restorer.run,
+                self._following.run,
+            ):
                 group.create_task(part())
 
     async def until_saved(self, limit_s: float) -> None:
@@ -111,8 +118,9 @@ async def begin_together(
     group: CollectiveGroup,
     offload: Offload,
 ) -> bool:
-    """Returns when the job's first values are known; if they are this trainer's and the job has not gone on from them, it has version 0. False: start
-    again, see ensure_initialised. `offload`: where files are read. Raises LayoutMismatch, InvalidArgument."""
+    """Returns when the job's first values are known; if they are this trainer's and the job has not gone on
+    from them, it has version 0. False: start again, see ensure_initialised. `offload`: where files are read.
+    Raises LayoutMismatch, InvalidArgument."""
     group.replica.begin(spec.lanes)
     digest, first = group.replica.digest(), group.replica.record
     trainer = membership.record.trainer
@@ -131,7 +139,8 @@ async def begin_together(
     if not fits(spec, compute.layout, directory.layout):
         return False
     if group.replica.record is not first:
-        return True  # the job goes back to a checkpoint, which is loaded already, or is being loaded (Restorer)
+        # the job goes back to a checkpoint, which is loaded already, or is being loaded (Restorer)
+        return True
     state = directory.state
     # once it has run, also if nobody is listed now because there are too few of them
     begun = state is not None and (bool(state.checkpoint) or state.generation > state.timeline)
@@ -155,7 +164,9 @@ def hold(membership: Membership, group: CollectiveGroup) -> None:
     """Say in the trainer's key which version it has: from now on the job may count on it."""
     replica = group.replica
     assert replica.version is not None
-    membership.set(holds=Holding(timeline=replica.timeline, checkpoint=replica.checkpoint, version=replica.version))
+    membership.set(
+        holds=Holding(timeline=replica.timeline, checkpoint=replica.checkpoint, version=replica.version)
+    )
     log.info("holds", version=replica.version, timeline=replica.timeline)
 
 

@@ -1,9 +1,11 @@
-"""What one trainer of a collective job needs of its process: a server for its share of the gradients, and a thread for its optimizer's steps.
+"""What one trainer of a collective job needs of its process: a server for its share of the gradients, and a
+thread for its optimizer's steps.
 
-    exchange port, UNIX socket ─► ShareServer, in the event loop       mean gradients ─► Replica.step, in a thread of its own
+    exchange port, UNIX socket ─► ShareServer, in the event loop       mean gradients
+        ─► Replica.step, in a thread of its own
 
-The event loop answers the other trainers while the user's script computes in another thread. Both need the interpreter's lock: torch gives it
-up in its kernels, other Python code after SWITCH_S at most.
+The event loop answers the other trainers while the user's script computes in another thread. Both need the
+interpreter's lock: torch gives it up in its kernels, other Python code after SWITCH_S at most.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ def no_donors(member: TrainerMember) -> Donor:
 
 @dataclass(frozen=True)
 class CollectivePorts:
-    """`exchange`: where the others reach `server`. `step_in`: where the replica is stepped. `forget_peers`: closes connections to all but these trainers.
-    `connect_donor`: to one that gives its state. `background`: where checkpoints are written and read. `native`: where native groups listen."""
+    """`exchange`: where the others reach `server`. `step_in`: where the replica is stepped. `forget_peers`:
+    closes connections to all but these trainers. `connect_donor`: to one that gives its state. `background`:
+    where checkpoints are written and read. `native`: where native groups listen."""
 
     server: ShareServer
     exchange: Exchange
@@ -59,7 +62,9 @@ class CollectivePorts:
 
 
 @asynccontextmanager
-async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> AsyncIterator[CollectivePorts | None]:
+async def collective_ports(
+    settings: Settings, spec: JobSpec, trainer: str
+) -> AsyncIterator[CollectivePorts | None]:
     """None for a job with parameter servers. Raises CallerError if the port is taken."""
     if spec.strategy is not Strategy.COLLECTIVE:
         yield None
@@ -93,7 +98,12 @@ async def collective_ports(settings: Settings, spec: JobSpec, trainer: str) -> A
                     else None
                 )
                 yield CollectivePorts(
-                    server, exchange, step_in, connect_donor=connect_donor, background=background, native=place
+                    server,
+                    exchange,
+                    step_in,
+                    connect_donor=connect_donor,
+                    background=background,
+                    native=place,
                 )
     finally:
         background.close()

@@ -1,10 +1,12 @@
-"""The whole model with its optimizer in one trainer of a collective job, stepped as parameter servers step their blocks: the same bits.
+"""The whole model with its optimizer in one trainer of a collective job, stepped as parameter servers step
+their blocks: the same bits.
 
     version s in use ─step: mean gradients of all blocks─► version s + 1 in the staging vectors ─swap─► in use
-    copy_share: some blocks of the version in use, for a checkpoint or a trainer that joins ─load, loaded─► another replica
+    copy_share: some blocks of the version in use, for a checkpoint or a trainer that joins ─load, loaded─►
+        another replica
 
-Values lie in the compute's vectors, each optimizer's state here. One call at a time; `step` may run in a thread of its own, beside
-forward and backward of the version in use.
+Values lie in the compute's vectors, each optimizer's state here. One call at a time; `step` may run in a
+thread of its own, beside forward and backward of the version in use.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.step import LanePosition, StepRecord
 from trireme_shared.serving.core.geometry import ParameterParts
-from trireme_shared.serving.core.optimizers import BlockOptimizer, Options, arguments, block_optimizer, options_of
+from trireme_shared.serving.core.optimizers import (
+    BlockOptimizer,
+    Options,
+    arguments,
+    block_optimizer,
+    options_of,
+)
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS, SCALAR, kinds_of
 
 if TYPE_CHECKING:
@@ -37,8 +45,9 @@ Gradients = Mapping[int, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Share:
-    """Copies of some blocks at the version of `record`. `values[block]`: 1-d, in the block's dtype. `states[block]`: of its optimizer, by
-    name; empty for buffers, and before the first step of most classes."""
+    """Copies of some blocks at the version of `record`. `values[block]`: 1-d, in the block's dtype.
+    `states[block]`: of its optimizer, by name; empty for buffers, and before the first step of most
+    classes."""
 
     record: StepRecord
     values: dict[int, torch.Tensor]
@@ -46,9 +55,11 @@ class Share:
 
 
 class Replica:
-    """`record`: of the version in use, None as long as there is none; `stepped`: of the version in the staging vectors, if that is the next one.
-    `timeline` and `checkpoint`: of both, see JobState. `stepping`: set before `step` is called in a thread: states are changing. `rows`: of all slots of the model's
-    embedding tables, if it has some and there is a version; whoever calls `step` steps them, too, before `swap`."""
+    """`record`: of the version in use, None as long as there is none; `stepped`: of the version in the
+    staging vectors, if that is the next one. `timeline` and `checkpoint`: of both, see JobState. `stepping`:
+    set before `step` is called in a thread: states are changing. `rows`: of all slots of the model's
+    embedding tables, if it has some and there is a version; whoever calls `step` steps them, too, before
+    `swap`."""
 
     def __init__(self, compute: Compute, clipping: Clipping | None = None) -> None:
         self._compute, self._clipping = compute, clipping or Clipping(None)
@@ -65,7 +76,10 @@ class Replica:
 
     def __repr__(self) -> str:
         staged = f", {self.stepped.version} stepped" if self.stepped is not None else ""
-        return f"<Replica of {len(self._blocks)} blocks at version {self.version}{staged}, timeline {self.timeline}>"
+        return (
+            f"<Replica of {len(self._blocks)} blocks at version {self.version}{staged}, timeline "
+            f"{self.timeline}>"
+        )
 
     @property
     def version(self) -> int | None:
@@ -80,13 +94,16 @@ class Replica:
     # ------------------------------------------------------------ first values
 
     def begin(self, lanes: int) -> None:
-        """Version 0: the values that the compute has at first, and the state that its optimizer starts with. Raises BadFrame: the optimizer has
-        no such state."""
+        """Version 0: the values that the compute has at first, and the state that its optimizer starts with.
+        Raises BadFrame: the optimizer has no such state."""
         self._optimizer = optimizer_of(self._compute)
         for block in self._blocks:
             for name, payload in self._compute.initial_state(block.number):
                 if not self._optimizer.add_state(block.number, name, payload):
-                    msg = f"state {name!r} of block {block.number}, {payload.nbytes} bytes: its optimizer has no such state"
+                    msg = (
+                        f"state {name!r} of block {block.number}, {payload.nbytes} bytes: its "
+                        "optimizer has no such state"
+                    )
                     raise BadFrame(msg)
         positions = tuple(LanePosition(lane=lane) for lane in range(lanes))
         first = StepRecord(version=0, positions=positions, lane_zero=self._compute.initial_lane_zero())
@@ -94,7 +111,8 @@ class Replica:
         self._is_at(first, 0, "")
 
     def digest(self) -> str:
-        """Of all values in use and all states: the same for all trainers that may go on together from here."""
+        """Of all values in use and all states: the same for all trainers that may go on together from
+        here."""
         found = xxh3_128()
         for block in self._blocks:
             found.update(self._compute.current(block.number))
@@ -106,14 +124,16 @@ class Replica:
     # ------------------------------------------------------------ steps
 
     def step(self, gradients: Mapping[int, torch.Tensor | None], record: StepRecord) -> float | None:
-        """Make the version of `record`, the next one, in the staging vectors. `gradients[block]`: the mean over all lanes, 1-d; for buffers their
-        values; None: no lane had data, or the buffer stays as it is. They are only read. Returns the norm of the whole gradient, if that is
-        measured in this step."""
+        """Make the version of `record`, the next one, in the staging vectors. `gradients[block]`: the mean
+        over all lanes, 1-d; for buffers their values; None: no lane had data, or the buffer stays as it is.
+        They are only read. Returns the norm of the whole gradient, if that is measured in this step."""
         assert self.record is not None
         assert record.version == self.record.version + 1
         norm = self._norm(gradients, record)
         factor = self._factor(norm)
-        options = [options_of(each) for each in record.lane_zero.options] if record.lane_zero is not None else []
+        options = (
+            [options_of(each) for each in record.lane_zero.options] if record.lane_zero is not None else []
+        )
         self._optimizer.step(gradients, factor, options)
         for block in self._buffers:
             self._put(block, gradients[block.number])
@@ -129,7 +149,8 @@ class Replica:
     def factor(
         self, gradients: Mapping[int, torch.Tensor | None], record: StepRecord
     ) -> tuple[float | None, float | None]:
-        """The norm of that step's whole gradient, if it is measured, and by which its gradients are multiplied; None: none of them is used."""
+        """The norm of that step's whole gradient, if it is measured, and by which its gradients are
+        multiplied; None: none of them is used."""
         norm = self._norm(gradients, record)
         return norm, self._factor(norm)
 
@@ -152,7 +173,8 @@ class Replica:
     # ------------------------------------------------------------ shares of it
 
     def state(self, block: int) -> dict[str, torch.Tensor]:
-        """Of a block's optimizer, not copies: of the version in use, and of the one that was stepped once that is there. Empty for buffers."""
+        """Of a block's optimizer, not copies: of the version in use, and of the one that was stepped once
+        that is there. Empty for buffers."""
         return self._optimizer.state(block)
 
     def copy_share(self, blocks: Iterable[int]) -> Share:
@@ -167,8 +189,9 @@ class Replica:
         return Share(self.record, values, states)
 
     def load(self, block: int, values: memoryview, state: State) -> None:
-        """Copy the values of a block to the staging vectors; its optimizer goes on from `state`, whose tensors are its own from now on. Raises
-        BadFrame: the layout has no such block, or one of another size, or the optimizer no such state."""
+        """Copy the values of a block to the staging vectors; its optimizer goes on from `state`, whose
+        tensors are its own from now on. Raises BadFrame: the layout has no such block, or one of another
+        size, or the optimizer no such state."""
         place = self._blocks[block] if 0 <= block < len(self._blocks) else None
         if place is None or values.nbytes != place.bytes:
             expected = "no such block" if place is None else f"{place.bytes} bytes"
@@ -178,9 +201,11 @@ class Replica:
         self._compute.staging(block)[:] = values.cast("B")
         self._optimizer.load(block, state)
 
-    def loaded(self, record: StepRecord, timeline: int, checkpoint: str, rows: ReplicaRows | None = None) -> None:
-        """All blocks were loaded, at the version of `record`: it is in use from now on; `rows`: of the embedding tables, at that version. The loop that trains
-        restores the schedule."""
+    def loaded(
+        self, record: StepRecord, timeline: int, checkpoint: str, rows: ReplicaRows | None = None
+    ) -> None:
+        """All blocks were loaded, at the version of `record`: it is in use from now on; `rows`: of the
+        embedding tables, at that version. The loop that trains restores the schedule."""
         assert rows is not None or not self._compute.layout.tables
         self._compute.swap()
         self.rows = rows
@@ -206,16 +231,19 @@ def rows_of(layout: Layout, version: int) -> ReplicaRows | None:
 
 
 class ReplicaOptimizer(Protocol):
-    """The optimizer of a replica: its state, and the step of all parameters. The state is that of blocks, for checkpoints and for trainers that join.
+    """The optimizer of a replica: its state, and the step of all parameters. The state is that of blocks, for
+    checkpoints and for trainers that join.
 
         EachBlock       element-wise rules: block by block, with the bits of parameter servers
-        EachParameter   rules that need whole parameters (LARS, LAMB): one parameter at a time, gathered out of its blocks
+        EachParameter   rules that need whole parameters (LARS, LAMB): one parameter at a time, gathered out
+                        of its blocks
 
     `state(block)`: the tensors, not copies, by name."""
 
     def step(self, gradients: Gradients, factor: float | None, options: list[Options]) -> None:
-        """Values of the compute's current vectors, stepped, into its staging vectors. `gradients[block]`: only read; None: there is none.
-        `factor`: what gradients are multiplied by; None: this step is left out. `options`: of each group; []: as at first."""
+        """Values of the compute's current vectors, stepped, into its staging vectors. `gradients[block]`:
+        only read; None: there is none. `factor`: what gradients are multiplied by; None: this step is left
+        out. `options`: of each group; []: as at first."""
         ...
 
     def state(self, block: int) -> dict[str, torch.Tensor]: ...
@@ -230,7 +258,8 @@ class ReplicaOptimizer(Protocol):
 
 
 def optimizer_of(compute: Compute) -> ReplicaOptimizer:
-    """Without state, or with the one that its class begins with. Raises InvalidArgument: there is no such optimizer."""
+    """Without state, or with the one that its class begins with. Raises InvalidArgument: there is no such
+    optimizer."""
     if compute.layout.optimizer.name in OF_WHOLE_PARAMETERS:
         return EachParameter(compute)
     return EachBlock(compute)
@@ -245,7 +274,9 @@ class EachBlock:
         self._groups = [segment.group for segment in layout.segments]
         chosen, parts, name = _arguments(compute), ParameterParts(layout), layout.optimizer.name
         self._optimizers = {
-            block.number: block_optimizer(name, chosen[block.segment], _staging(compute, block), parts.of(block))
+            block.number: block_optimizer(
+                name, chosen[block.segment], _staging(compute, block), parts.of(block)
+            )
             for block in self._blocks
         }
 
@@ -275,8 +306,9 @@ class EachBlock:
 
 
 class EachParameter:
-    """State of the shape of parameters lies in one vector for each segment, so blocks and parameters are views of it. A number beside it
-    (`step`) is kept for each parameter; a block has that of its first one, since all of them are stepped equally often."""
+    """State of the shape of parameters lies in one vector for each segment, so blocks and parameters are
+    views of it. A number beside it (`step`) is kept for each parameter; a block has that of its first one,
+    since all of them are stepped equally often."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute, layout = compute, compute.layout
@@ -296,7 +328,9 @@ class EachParameter:
             for block, _, _ in place.parts:
                 self._of_block[block.number].append(optimizer)
 
-    def _first_state(self, place: Gathered, optimizer: BlockOptimizer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def _first_state(
+        self, place: Gathered, optimizer: BlockOptimizer, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
         """All of it is 0."""
         state, size = {}, self._segments[place.segment].elements
         (kinds,) = kinds_of(optimizer.torch_optimizer)
@@ -338,7 +372,9 @@ class EachParameter:
 
     def load(self, block: int, state: Mapping[str, torch.Tensor]) -> None:
         own = self.state(block)
-        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in state.items()}:
+        if {name: value.shape for name, value in own.items()} != {
+            name: value.shape for name, value in state.items()
+        }:
             msg = f"block {block} comes with the state {_shapes(state)}: its optimizer has {_shapes(own)}"
             raise BadFrame(msg)
         for name, value in state.items():
@@ -362,8 +398,8 @@ class EachParameter:
 
 
 class Gathered:
-    """A parameter out of the blocks that it lies in. `blocks`: of all parameters, in order; `parts`: (block, first element in the block, count),
-    in order."""
+    """A parameter out of the blocks that it lies in. `blocks`: of all parameters, in order; `parts`: (block,
+    first element in the block, count), in order."""
 
     def __init__(self, place: Place, blocks: Sequence[Block]) -> None:
         self.segment, self.first, self.elements = place.segment, place.first, place.elements
@@ -375,7 +411,9 @@ class Gathered:
                 min(end, block.first + block.elements) - max(self.first, block.first),
             )
             for block in blocks
-            if block.segment == place.segment and block.first < end and self.first < block.first + block.elements
+            if block.segment == place.segment
+            and block.first < end
+            and self.first < block.first + block.elements
         ]
 
     def all_in(self, tensors: Gradients) -> bool:

@@ -1,11 +1,14 @@
-"""Embedding tables in one trainer of a collective job: mean gradients of rows beside those of blocks, and the rows of all slots that it steps with them.
+"""Embedding tables in one trainer of a collective job: mean gradients of rows beside those of blocks, and the
+rows of all slots that it steps with them.
 
     own share     gradients of all lanes for the own slots --tree--> `shares[s + 1]`       (as a parameter server, without rows)
-    all slots     shares of all owners, put together: `whole[s + 1]`, kept as long as the blocks' mean gradients are
-    version s --step_rows: mean gradients of the rows of all slots--> version s + 1; rows of version s can be read until the next step
+    all slots     shares of all owners, put together: `whole[s + 1]`, kept as long as the blocks' mean
+        gradients are
+    version s --step_rows: mean gradients of the rows of all slots--> version s + 1; rows of version s can be
+        read until the next step
 
-The rows are stepped as parameter servers step theirs, to the same bits: they take the mean as the gradient of the only lane. This
-module loads numba, so it is imported only where there are tables.
+The rows are stepped as parameter servers step theirs, to the same bits: they take the mean as the gradient of
+the only lane. This module loads numba, so it is imported only where there are tables.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ LOOK_S = 0.1  # between two looks whether the trainer has other rows now
 
 @dataclass(frozen=True, slots=True)
 class RowMeans:
-    """Of one step. `ids`: of each table int64 (n,), ascending; `gradients`: float32 (n, dim). `has_data`: whether any lane had records."""
+    """Of one step. `ids`: of each table int64 (n,), ascending; `gradients`: float32 (n, dim). `has_data`:
+    whether any lane had records."""
 
     ids: Sequence[Numbers]
     gradients: Sequence[Floats]
@@ -61,14 +65,19 @@ def put_together(parts: Sequence[RowMeans], dims: Sequence[int]) -> RowMeans:
         in_order([part.ids[table] for part in parts], [part.gradients[table] for part in parts], dim)
         for table, dim in enumerate(dims)
     ]
-    return RowMeans([ids for ids, _ in found], [rows for _, rows in found], any(part.has_data for part in parts))
+    return RowMeans(
+        [ids for ids, _ in found], [rows for _, rows in found], any(part.has_data for part in parts)
+    )
 
 
 class MeanRows(TableRows):
-    """By version: `shares` of the own slots in the present generation, `whole` of all slots. It has no rows: its tables stay empty."""
+    """By version: `shares` of the own slots in the present generation, `whole` of all slots. It has no rows:
+    its tables stay empty."""
 
     def __init__(self, layout: Layout, lanes: int, version: int) -> None:
-        tables = tuple(spec.with_fields(max_rows=None, admit_after=1, evict_after_steps=None) for spec in layout.tables)
+        tables = tuple(
+            spec.with_fields(max_rows=None, admit_after=1, evict_after_steps=None) for spec in layout.tables
+        )
         super().__init__(layout.with_fields(tables=tables), lanes, version)
         self.shares: dict[int, RowMeans] = {}
         self.whole: dict[int, RowMeans] = {}
@@ -82,7 +91,9 @@ class MeanRows(TableRows):
         lanes, found = [part.waiting[lane] for lane in range(self.lanes)], []
         for number, dim in enumerate(self.dims):
             ids, gradients = yield from means_over_lanes([lane[number] for lane in lanes], dim)
-            found.append((ids.copy(), np.empty((0, dim), np.float32) if gradients is None else gradients.copy()))
+            found.append(
+                (ids.copy(), np.empty((0, dim), np.float32) if gradients is None else gradients.copy())
+            )
         has_data = any(rows.count for lane in lanes for rows in lane)
         part.waiting = {}
         part.version += 1
@@ -95,7 +106,8 @@ class MeanRows(TableRows):
         self.whole = {each: means for each, means in self.whole.items() if each <= version}
 
     def complete(self, version: int, arrived: Mapping[int, RowMeans]) -> None:
-        """All slots are there. `arrived`: by place of the owner; the own share is here, unless one trainer gave all slots (WHOLE_PLACE)."""
+        """All slots are there. `arrived`: by place of the owner; the own share is here, unless one trainer
+        gave all slots (WHOLE_PLACE)."""
         parts = list(arrived.values())
         if WHOLE_PLACE not in arrived and version in self.shares:
             parts.append(self.shares[version])
@@ -109,15 +121,19 @@ class MeanRows(TableRows):
                 del kept[older]
 
     def small_means(self, version: int, slots: int) -> RowMeansPart | None:
-        """What `portion_of_means` finds; None: it is not there, or too large for the end of a pull. `slots`: see PullRequest.row_means."""
+        """What `portion_of_means` finds; None: it is not there, or too large for the end of a pull. `slots`:
+        see PullRequest.row_means."""
         found = (self.shares if slots else self.whole).get(version)
         if found is None or found.bytes > SMALL_BYTES:
             return None
         payload = joined(found.ids, found.gradients)
-        return RowMeansPart(counts=tuple(map(len, found.ids)), payload=bytes(payload), has_data=found.has_data)
+        return RowMeansPart(
+            counts=tuple(map(len, found.ids)), payload=bytes(payload), has_data=found.has_data
+        )
 
     def portion_of_means(self, request: TableRequest) -> tuple[TableEnd, memoryview]:
-        """Of all tables, one after the other, as many as go into one answer. Raises InvalidArgument; NotReady: not yet; Gone: not any more."""
+        """Of all tables, one after the other, as many as go into one answer. Raises InvalidArgument;
+        NotReady: not yet; Gone: not any more."""
         if request.version is None:
             raise InvalidArgument("mean gradients of rows are those of a version, and none was asked for")
         found = (self.shares if request.slots else self.whole).get(request.version)
@@ -136,7 +152,9 @@ class MeanRows(TableRows):
             left = left - (last - first) * size if last == len(of_table) else 0
         counts = tuple(map(len, ids))
         count, total = sum(counts), sum(map(len, found.ids))
-        end = TableEnd(rows=count, counts=counts, next=request.first + count, total=total, has_data=found.has_data)
+        end = TableEnd(
+            rows=count, counts=counts, next=request.first + count, total=total, has_data=found.has_data
+        )
         return end, joined(ids, gradients)
 
     # ------------------------------------------------------------ it has no rows
@@ -171,7 +189,8 @@ def new_rows(layout: Layout, version: int) -> ReplicaRows:
 
 
 async def step_rows(rows: ReplicaRows, means: RowMeans, lane_zero: LaneZero | None) -> None:
-    """In place: the next version. `lane_zero`: of the step, with the options of the optimizer's groups in it. Must not be cancelled."""
+    """In place: the next version. `lane_zero`: of the step, with the options of the optimizer's groups in it.
+    Must not be cancelled."""
     verdict = rows.push(rows.version, 0, means.ids, means.gradients, int(means.has_data))
     assert verdict is Verdict.APPLIED, (verdict, rows)
     while not rows.kept.may_step(rows.snapshots, clock.monotonic()):  # noqa: ASYNC110  a thread writes
@@ -186,9 +205,12 @@ async def step_rows(rows: ReplicaRows, means: RowMeans, lane_zero: LaneZero | No
     rows.moved.set()
 
 
-async def rows_at(own: Callable[[], ReplicaRows], version: int | None, ids: Sequence[Numbers]) -> list[Floats]:
-    """Of each table float32 (n, dim), at `version` (None: the newest one), once it is there: after the step that makes it. `own()`: the trainer's rows.
-    Raises Gone: it is not kept, or the trainer has other rows by then (the job went back)."""
+async def rows_at(
+    own: Callable[[], ReplicaRows], version: int | None, ids: Sequence[Numbers]
+) -> list[Floats]:
+    """Of each table float32 (n, dim), at `version` (None: the newest one), once it is there: after the step
+    that makes it. `own()`: the trainer's rows. Raises Gone: it is not kept, or the trainer has other rows by
+    then (the job went back)."""
     rows = own()
     while (verdict := rows.judge(version)) is Verdict.TOO_EARLY:
         rows.moved.clear()
@@ -205,26 +227,34 @@ async def rows_at(own: Callable[[], ReplicaRows], version: int | None, ids: Sequ
 
 
 def whole_table(rows: TableRows, number: int, version: int | None) -> tuple[Numbers, Floats]:
-    """int64 (n,), ascending, and float32 (n, dim); copies, without expired rows. Raises Gone: there is a newer version."""
+    """int64 (n,), ascending, and float32 (n, dim); copies, without expired rows. Raises Gone: there is a
+    newer version."""
     if rows.changing or version not in (None, rows.version):
         raise Gone(
-            f"the tables are at version {rows.version}, {version} was asked: whole tables are read at the newest"
+            f"the tables are at version {rows.version}, {version} was asked: whole tables are read "
+            "at the newest"
         )
     if number >= len(rows.tables):
         raise InvalidArgument(f"table {number} was asked for: the model has {len(rows.tables)}")
     table = rows.tables[number]
     found = living(
-        joined_slots([table.read_slot(slot) for slot in table.slots()], table.width), table.spec, table.version
+        joined_slots([table.read_slot(slot) for slot in table.slots()], table.width),
+        table.spec,
+        table.version,
     )
     return found.ids, np.ascontiguousarray(found.content[:, : table.spec.dim])
 
 
 def put_start_rows(rows: TableRows, layout: Layout, init_from: str | None, states: bool) -> None:
-    """Rows that the tables start with (`init_from`): each trainer that has version 0 reads all of them itself, in place. Blocks. `states`: with the
-    state of their optimizers. Raises InvalidArgument: the files were changed since this trainer made its model; OSError."""
+    """Rows that the tables start with (`init_from`): each trainer that has version 0 reads all of them
+    itself, in place. Blocks. `states`: with the state of their optimizers. Raises InvalidArgument: the files
+    were changed since this trainer made its model; OSError."""
     fit, mark = fit_tables(layout.tables, init_from or "", states=states), mark_in(layout.initial)
     if (here := fit.mark()) != mark:
-        msg = f"the tables beside {init_from} were changed while the job began (mark {here or 'none'}, it was {mark})"
+        msg = (
+            f"the tables beside {init_from} were changed while the job began (mark {here or 'none'}, "
+            f"it was {mark})"
+        )
         raise InvalidArgument(msg, hint="start a new job for new files", fatal=True)
     tables = {table.spec.name: table for table in rows.tables}
     for start in fit.tables:

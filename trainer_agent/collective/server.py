@@ -1,10 +1,12 @@
-"""The share of a collective job's blocks that one trainer serves: pushes and pulls as at a parameter server, without optimizer.
+"""The share of a collective job's blocks that one trainer serves: pushes and pulls as at a parameter server,
+without optimizer.
 
-    a generation is known: fenced ─► its trainers have said which versions they have ─► open: pushes of the step after the newest one
+    a generation is known: fenced ─► its trainers have said which versions they have
+        ─► open: pushes of the step after the newest one
 
 A trainer takes pushes of a step only while its own version is at most one behind: so whoever makes version v
-knows that all trainers of the generation, whose blocks it needed for that, have version v - 2. The others reach the share over
-connections, the trainer itself by OwnShare.
+knows that all trainers of the generation, whose blocks it needed for that, have version v - 2. The others
+reach the share over connections, the trainer itself by OwnShare.
 """
 
 from __future__ import annotations
@@ -48,7 +50,12 @@ class SharePull(OpenPull):
     """Ends with its generation."""
 
     def __init__(
-        self, server: CallServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+        self,
+        server: CallServer,
+        store: Store,
+        request: PullRequest,
+        deadline: float,
+        arrived: Callable[[], None],
     ) -> None:
         super().__init__(server, store, request, deadline, arrived)
         self._since = server.generation
@@ -85,7 +92,10 @@ class ShareServer(BlockServer):
         self.giver: StateGiver | None = None
 
     def __repr__(self) -> str:
-        return f"<ShareServer of {self.trainer}, generation {self.generation}, open in {self.opened}: {self.store!r}>"
+        return (
+            f"<ShareServer of {self.trainer}, generation {self.generation}, open in {self.opened}: "
+            f"{self.store!r}>"
+        )
 
     # ------------------------------------------------------------ generations
 
@@ -94,7 +104,8 @@ class ShareServer(BlockServer):
         self.serve_store(store, timeline)
 
     def regroup(self, generation: int, place: int, slots: SlotMap | None, own: Collection[int]) -> None:
-        """The trainers are others from now on: whatever was pushed or asked before does not count any more."""
+        """The trainers are others from now on: whatever was pushed or asked before does not count any
+        more."""
         self.generation, self.index = max(self.generation, generation), place
         if self.store is not None and slots is not None:
             self.store.regroup(slots, own)
@@ -120,10 +131,16 @@ class ShareServer(BlockServer):
         store = self.store
         if store is not None and header.generation == self.generation:
             if self.opened != self.generation:
-                msg = f"{self.trainer} does not know yet which versions the trainers of generation {self.generation} have: push again"
+                msg = (
+                    f"{self.trainer} does not know yet which versions the trainers of generation "
+                    f"{self.generation} have: push again"
+                )
                 raise NotReady(msg)
             if header.step > store.has + AHEAD:
-                msg = f"{self.trainer} has version {store.has}, which is too old for pushes of step {header.step}: push again"
+                msg = (
+                    f"{self.trainer} has version {store.has}, which is too old for pushes of step "
+                    f"{header.step}: push again"
+                )
                 raise NotReady(msg)
         return super().begin_push(header, on_settled)
 
@@ -132,7 +149,9 @@ class ShareServer(BlockServer):
         store = self.store
         version = -1 if request.version is None else request.version
         if store is not None and version > store.has and (foreign := set(request.blocks) - store.own):
-            msg = f"block {min(foreign)} is not in the share of {self.trainer} in generation {self.generation}"
+            msg = (
+                f"block {min(foreign)} is not in the share of {self.trainer} in generation {self.generation}"
+            )
             raise WrongOwner(msg, block=min(foreign))
         return super().begin_pull(request, arrived)
 
@@ -172,16 +191,21 @@ class ShareServer(BlockServer):
         NotReady."""
         if header.generation < self.generation:
             msg = (
-                f"generation {header.generation} is over: {self.trainer} is in {self.generation}; read the lanes again"
+                f"generation {header.generation} is over: {self.trainer} is in {self.generation}; read "
+                "the lanes again"
             )
             raise StaleGeneration(msg, generation=self.generation)
         if header.generation > self.generation:
-            msg = f"generation {header.generation} is ahead of {self.generation}, the newest that {self.trainer} has read from etcd: ask again"
+            msg = (
+                f"generation {header.generation} is ahead of {self.generation}, the newest that "
+                f"{self.trainer} has read from etcd: ask again"
+            )
             raise NotReady(msg)
 
 
 class OwnShare:
-    """A PserverPort to the trainer's own share, without a connection. What is pushed is read where it lies, and only during the call."""
+    """A PserverPort to the trainer's own share, without a connection. What is pushed is read where it lies,
+    and only during the call."""
 
     def __init__(self, server: ShareServer) -> None:
         self._server = server
@@ -189,7 +213,9 @@ class OwnShare:
     def __repr__(self) -> str:
         return f"<OwnShare {self._server!r}>"
 
-    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+    async def push(
+        self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]
+    ) -> PushAnswer:
         async def only_read() -> AsyncGenerator[tuple[PushBlock, memoryview], None]:
             async for item, payload in blocks:
                 yield item, memoryview(payload).cast("B").toreadonly()

@@ -1,11 +1,13 @@
-"""What a trainer has to do: its duty now, what follows for a synchronous step, and which late lanes it computes for others.
+"""What a trainer has to do: its duty now, what follows for a synchronous step, and which late lanes it
+computes for others.
 
     job state and trainers from etcd ──next_duty──► WAIT | TRAIN (generation, lanes) | FINISH | LEAVE
     a version's positions ──positions_of_step──► where each lane reads in the step
     the master's request ──checkpoint_asked──► which version becomes a checkpoint on demand
     the records that parameter servers have of one version ──agreed──► one record
     lanes without acknowledgement ──nodes_to_compute──► nodes of the aggregation tree, the largest first
-    owners a b c d, lane 5 of b is late ──helper_of──► c in round 0, d in round 1, a in round 2, …; the next lane of b one further
+    owners a b c d, lane 5 of b is late ──helper_of──► c in round 0, d in round 1, a in round 2, …; the next
+        lane of b one further
 
 All trainers find the same helper without asking anybody.
 """
@@ -31,7 +33,8 @@ class Duty(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """`reason`: for people, what is waited for or why it ends. `lanes`: [first, last) to train in `generation`."""
+    """`reason`: for people, what is waited for or why it ends. `lanes`: [first, last) to train in
+    `generation`."""
 
     duty: Duty
     reason: str = ""
@@ -62,10 +65,11 @@ def next_duty(state: JobState | None, trainers: TrainerList, trainer: str, mode:
 
 
 def helper_of(trainers: TrainerList, lane: int, number: int) -> str | None:
-    """The trainer that computes `lane` in round `number` if it is late; None if its owner is the only one with lanes.
+    """The trainer that computes `lane` in round `number` if it is late; None if its owner is the only one
+    with lanes.
 
-    The lanes of one owner go to different helpers, so they are computed side by side. A helper that is late itself is followed
-    by another one in the next round.
+    The lanes of one owner go to different helpers, so they are computed side by side. A helper that is late
+    itself is followed by another one in the next round.
     """
     owners = trainers.owners
     if len(owners) < 2:
@@ -76,8 +80,8 @@ def helper_of(trainers: TrainerList, lane: int, number: int) -> str | None:
 
 
 def lanes_to_help(trainers: TrainerList, me: str, missing: Iterable[Interval], number: int) -> list[int]:
-    """The missing lanes that this trainer computes in round `number`. Never lane 0: its push also says which checkpoint is
-    due, and only its owner knows what it has said."""
+    """The missing lanes that this trainer computes in round `number`. Never lane 0: its push also says which
+    checkpoint is due, and only its owner knows what it has said."""
     return [
         lane
         for first, last in missing
@@ -87,15 +91,16 @@ def lanes_to_help(trainers: TrainerList, me: str, missing: Iterable[Interval], n
 
 
 def usual_share_s(trainers: TrainerList, me: str, share_s: float) -> float:
-    """How long the trainer with the most lanes usually needs, if this one needs `share_s`. Shares by measured speed take all
-    trainers the same time."""
+    """How long the trainer with the most lanes usually needs, if this one needs `share_s`. Shares by measured
+    speed take all trainers the same time."""
     first, last = trainers.lanes_of(me)
     most = -(-trainers.lanes // max(1, trainers.owner_count))
     return share_s if trainers.shares or last == first else share_s * most / (last - first)
 
 
 def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, ...]:
-    """Where each lane reads in the step after the version that has `positions`: a new epoch once all lanes are exhausted."""
+    """Where each lane reads in the step after the version that has `positions`: a new epoch once all lanes
+    are exhausted."""
     if ends_epoch(positions):
         return tuple(LanePosition(lane=position.lane, epoch=position.epoch + 1) for position in positions)
     return tuple(positions)
@@ -113,12 +118,13 @@ def checkpoint_asked(
     carried: CheckpointAsked | None,
     timeline: int = 0,
 ) -> CheckpointAsked | None:
-    """What lane 0's push of `step` says about a checkpoint on demand; `carried`: what the version before says, at all parameter
-    servers alike. `timeline`: the generation of the last rollback.
+    """What lane 0's push of `step` says about a checkpoint on demand; `carried`: what the version before
+    says, at all parameter servers alike. `timeline`: the generation of the last rollback.
 
-    The checkpoint is due two versions later. All pushes until then come from one owner of lane 0, so every parameter
-    server gets the same request. If that owner dies or lane 0 moves before, the generation changes and the next owner asks anew.
-    A request that was due in this timeline has been carried to its end: it stays on record until the checkpoint is written.
+    The checkpoint is due two versions later. All pushes until then come from one owner of lane 0, so every
+    parameter server gets the same request. If that owner dies or lane 0 moves before, the generation changes
+    and the next owner asks anew. A request that was due in this timeline has been carried to its end: it
+    stays on record until the checkpoint is written.
     """
     if request is None:
         return None

@@ -1,7 +1,8 @@
 """Readers: the records of a task, as minibatches and batches.
 
 open_dataset(spec.dataset).read(task.file, task.first, task.count, task.offset) ──► Shard
-shard.minibatch(minibatch_indices(seed, epoch, task, len(shard), size, number, shuffle=…)) ──► default_collate ──► batch
+shard.minibatch(minibatch_indices(seed, epoch, task, len(shard), size, number, shuffle=…)) ──► default_collate
+    ──► batch
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ __all__ = [
 
 
 def open_dataset(dataset: Dataset, seed: int = 0, changed: Callable[[str], object] | None = None) -> Blaming:
-    """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects draw. `changed`: is told of a file
-    that is not the counted one, which is then read all the same; None: it is refused. Nothing is opened yet. Raises DatasetError if a Custom reader
-    cannot be imported."""
+    """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects
+    draw. `changed`: is told of a file that is not the counted one, which is then read all the same; None: it
+    is refused. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
     reader = _reader_of(dataset, seed)
     if isinstance(dataset, Custom | MapStyle | IterableStyle):
         reader = TypedByFirstRecord(dataset, reader)
@@ -77,7 +78,8 @@ def open_dataset(dataset: Dataset, seed: int = 0, changed: Callable[[str], objec
 def _reader_of(dataset: Dataset, seed: int) -> Reader:
     match dataset:
         case Parquet():
-            from trainer_agent.data.arrow import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
+            # pyarrow only where it is needed
+            from trainer_agent.data.arrow import ParquetReader  # noqa: PLC0415
 
             return ParquetReader(dataset)
         case Csv():
@@ -114,8 +116,9 @@ def _reader_of(dataset: Dataset, seed: int) -> Reader:
 
 @contextmanager
 def blaming(file: str, first: int, count: int) -> Iterator[None]:
-    """Whatever code raises in this block that makes these records, or columns of them, says whose fault it is: DatasetError for the
-    records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks."""
+    """Whatever code raises in this block that makes these records, or columns of them, says whose fault it
+    is: DatasetError for the records, ResourceExhausted and StorageUnreachable for what the machine or the
+    storage lacks."""
     try:
         yield
     except TriremeError:
@@ -132,18 +135,22 @@ def blaming(file: str, first: int, count: int) -> Iterator[None]:
 
 
 class Blaming:
-    """A reader whose every failure says whose fault it is, so that no record ends the process that reads it: DatasetError for the
-    records, ResourceExhausted and StorageUnreachable for what the machine or the storage lacks. A file that is not the counted one is
-    refused before it is read, and that ends the job (`fatal`); with `changed` that is only told."""
+    """A reader whose every failure says whose fault it is, so that no record ends the process that reads it:
+    DatasetError for the records, ResourceExhausted and StorageUnreachable for what the machine or the storage
+    lacks. A file that is not the counted one is refused before it is read, and that ends the job (`fatal`);
+    with `changed` that is only told."""
 
-    def __init__(self, reader: Reader, files: CountedFiles, changed: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self, reader: Reader, files: CountedFiles, changed: Callable[[str], object] | None = None
+    ) -> None:
         self._reader, self._files, self._changed = reader, files, changed
 
     def __repr__(self) -> str:
         return f"<Blaming {self._reader!r}>"
 
     def read(self, file: str, first: int, count: int, offset: int | None = None, stamp: str = "") -> Shard:
-        """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable as well: the same read may succeed later."""
+        """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable
+        as well: the same read may succeed later."""
         difference = self._files.difference(file, stamp)
         if difference is not None and self._changed is not None:
             self._changed(f"{difference.message}; it is trained all the same (changed_files = report)")
@@ -154,8 +161,8 @@ class Blaming:
 
 
 class TypedByFirstRecord:
-    """A reader of the user's code whose columns have the types of the dataset's first record, which is the same for all trainers. A first
-    record that cannot be read leaves each task to its own values."""
+    """A reader of the user's code whose columns have the types of the dataset's first record, which is the
+    same for all trainers. A first record that cannot be read leaves each task to its own values."""
 
     def __init__(self, dataset: Dataset, reader: Reader) -> None:
         self._dataset, self._reader = dataset, reader

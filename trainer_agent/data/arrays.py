@@ -32,13 +32,15 @@ class BytesReader:
             if len(content) < length:
                 records = max(0, (files.size(file) - self._window + self._step) // self._step)
                 raise too_short(file, first, count, records)
-        windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(content, dtype=np.uint8), self._window)
+        windows = np.lib.stride_tricks.sliding_window_view(
+            np.frombuffer(content, dtype=np.uint8), self._window
+        )
         return Shard({"bytes": windows[:: self._step]}, count)
 
 
 class NpyReader:
-    """Aligned files are read together; the file table has only the first of them. Each map takes a descriptor, so only the maps used
-    last are kept, `kept_files` of them (None: see kept_open)."""
+    """Aligned files are read together; the file table has only the first of them. Each map takes a
+    descriptor, so only the maps used last are kept, `kept_files` of them (None: see kept_open)."""
 
     def __init__(self, dataset: Npy, kept_files: int | None = None) -> None:
         self._dataset = dataset
@@ -48,11 +50,16 @@ class NpyReader:
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
         chosen = (
-            [found for url in self._dataset.urls for found in files.expand(url)] if self._dataset.aligned else [file]
+            [found for url in self._dataset.urls for found in files.expand(url)]
+            if self._dataset.aligned
+            else [file]
         )
         names = self._dataset.columns or tuple(PurePosixPath(name).stem for name in chosen)
         if len(names) != len(chosen):
-            msg = f"columns names {len(names)} arrays ({', '.join(names)}), but there are {len(chosen)} aligned files"
+            msg = (
+                f"columns names {len(names)} arrays ({', '.join(names)}), but there are {len(chosen)} "
+                "aligned files"
+            )
             raise DatasetError(msg, hint="give one name for each file")
         columns: dict[str, npt.NDArray[Any]] = {}
         for name, path in zip(names, chosen, strict=True):
@@ -82,8 +89,13 @@ def _read_rows(source: BinaryIO, file: str, first: int, count: int) -> npt.NDArr
     if not shape or first + count > shape[0]:
         raise too_short(file, first, count, shape[0] if shape else 0)
     if dtype.hasobject or fortran_order:
-        msg = f"{file} holds {'Python objects' if dtype.hasobject else 'columns (Fortran order)'}, not rows of numbers"
-        raise DatasetError(msg, hint="save it again: numpy.save(path, numpy.ascontiguousarray(array))", url=file)
+        msg = (
+            f"{file} holds {'Python objects' if dtype.hasobject else 'columns (Fortran order)'}, not "
+            "rows of numbers"
+        )
+        raise DatasetError(
+            msg, hint="save it again: numpy.save(path, numpy.ascontiguousarray(array))", url=file
+        )
     row = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     source.seek(first * row, 1)
     content = source.read(count * row)

@@ -1,4 +1,5 @@
-"""Formats that Arrow reads into tables, whose columns become those of a shard: CSV, and saved HF datasets. This module loads pyarrow.
+"""Formats that Arrow reads into tables, whose columns become those of a shard: CSV, and saved HF datasets.
+This module loads pyarrow.
 
 CSV            the shared scanner finds the rows, Arrow parses them; column types are the same for every task
 HF datasets    rows of Arrow files, which are mapped
@@ -109,8 +110,9 @@ def _images(schema: pa.Schema) -> list[str]:
 
 
 def columns_of_table(table: pa.Table) -> dict[str, Column]:
-    """Numbers and lists of numbers as arrays (missing floats are NaN); lists of several lengths as lists of arrays; everything else as
-    lists of Python values. A column of which values are missing is a list with None in their places, and the others keep their dtype."""
+    """Numbers and lists of numbers as arrays (missing floats are NaN); lists of several lengths as lists of
+    arrays; everything else as lists of Python values. A column of which values are missing is a list with
+    None in their places, and the others keep their dtype."""
     return {name: _column(_array(table.column(name))) for name in table.column_names}
 
 
@@ -142,7 +144,8 @@ def _column(array: pa.Array) -> Column:
 
 
 def _with_gaps(present: Column, valid: list[bool]) -> list[Any]:
-    """The values with None where none is. Numbers stay numpy's, so that their dtype does not depend on what is missing."""
+    """The values with None where none is. Numbers stay numpy's, so that their dtype does not depend on what
+    is missing."""
     values = iter(present)
     return [next(values) if there else None for there in valid]
 
@@ -152,7 +155,10 @@ def _rows(flat: Column, lengths: Any) -> Column:
     if not isinstance(flat, np.ndarray):
         ends = np.cumsum(lengths).tolist()
         rows = [flat[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-        return [np.asarray(row) if row and all(isinstance(each, np.generic) for each in row) else row for row in rows]
+        return [
+            np.asarray(row) if row and all(isinstance(each, np.generic) for each in row) else row
+            for row in rows
+        ]
     if len(lengths) and (lengths == lengths[0]).all():
         return flat.reshape(len(lengths), int(lengths[0]), *flat.shape[1:])
     return np.split(flat, np.cumsum(lengths)[:-1])
@@ -172,7 +178,9 @@ class ParquetReader:
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
         with self._lock, files.reading(file, "Parquet"):
             footer = self._footer(file)
-            ends = list(accumulate(footer.row_group(group).num_rows for group in range(footer.num_row_groups)))
+            ends = list(
+                accumulate(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+            )
             if not ends or first + count > ends[-1]:
                 raise too_short(file, first, count, ends[-1] if ends else 0)
             pieces = []
@@ -181,7 +189,9 @@ class ParquetReader:
                 if start >= first + count:
                     break
                 begin = max(first, start) - start
-                pieces.append(self._group(file, group).slice(begin, min(first + count, ends[group]) - start - begin))
+                pieces.append(
+                    self._group(file, group).slice(begin, min(first + count, ends[group]) - start - begin)
+                )
             return Shard(columns_of_table(pa.concat_tables(pieces)), count)
 
     def _footer(self, file: str) -> pq.FileMetaData:

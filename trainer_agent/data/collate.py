@@ -1,6 +1,8 @@
-"""Columns of one minibatch -> batch of tensors, where the user's script has no `collate`; and a minibatch that was collated before its forward pass.
+"""Columns of one minibatch -> batch of tensors, where the user's script has no `collate`; and a minibatch
+that was collated before its forward pass.
 
-prepare: generators kept ─► seeded ─► collate ─► ReadyBatch ─► generators as they were          backward: ReadyBatch.begin ─► loss(model, batch)
+prepare: generators kept ─► seeded ─► collate ─► ReadyBatch ─► generators as they were
+    backward: ReadyBatch.begin ─► loss(model, batch)
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ _HINT = "define collate(records) in your script, or make the values alike in the
 def default_collate(minibatch: Mapping[str, Column] | Sequence[Mapping[str, Any]]) -> Batch:
     """Column -> tensor (n, …), copied; columns of text or bytes stay lists. Takes columns or records.
 
-    Python's numbers get the dtype that shared/trireme_shared/datasets/numbers.py says (floats: mostly torch.float32, whole numbers torch.int64 or
-    torch.uint64); arrays keep theirs. Raises DatasetError, naming the column and both values, if a value is missing, fits into no
-    dtype, or shapes or kinds differ within the minibatch.
+    Python's numbers get the dtype that shared/trireme_shared/datasets/numbers.py says (floats: mostly
+    torch.float32, whole numbers torch.int64 or torch.uint64); arrays keep theirs. Raises DatasetError, naming
+    the column and both values, if a value is missing, fits into no dtype, or shapes or kinds differ within
+    the minibatch.
     """
     if isinstance(minibatch, Minibatch):
         columns: Mapping[str, Column] = minibatch.columns
@@ -46,7 +49,10 @@ def _collated(name: str, column: Column) -> Any:
     kinds = {_kind(value) for value in of_types.values()}
     if len(kinds) > 1:
         other = next(i for i, value in enumerate(column) if _kind(value) != _kind(column[0]))
-        msg = f"column {name!r}: record 0 of the minibatch has {_text(column[0])}, record {other} has {_text(column[other])}"
+        msg = (
+            f"column {name!r}: record 0 of the minibatch has {_text(column[0])}, record {other} has "
+            f"{_text(column[other])}"
+        )
         raise DatasetError(msg, hint=_HINT, column=name)
     if kinds != {"numbers"}:
         return column
@@ -67,7 +73,8 @@ def _tensor(name: str, column: Any) -> Any:
     kind = column.dtype
     try:
         array = np.array(column, dtype=kind.newbyteorder("="), order="C")
-        if kind.kind in "iu":  # NumPy has two types of 64 bits for each sign (`long`, `long long`); torch takes one
+        # NumPy has two types of 64 bits for each sign (`long`, `long long`); torch takes one
+        if kind.kind in "iu":
             array = array.view(f"{kind.kind}{kind.itemsize}")
         return torch.from_numpy(array)
     except TypeError as error:
@@ -89,7 +96,8 @@ def _refuse_ragged(name: str, column: list[Any]) -> None:
     for number, shape in enumerate(shapes):
         if shape != shapes[0]:
             msg = (
-                f"column {name!r}: record 0 of the minibatch has shape {shapes[0]}, record {number} has shape {shape}; "
+                f"column {name!r}: record 0 of the minibatch has shape {shapes[0]}, record "
+                f"{number} has shape {shape}; "
                 "one tensor needs one shape"
             )
             raise DatasetError(msg, hint=_HINT, column=name)
@@ -115,8 +123,8 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """A minibatch that was collated before its forward pass, as if it had been collated in it: the random numbers go on where `collate` left them.
-    `generators`: after `collate`; `logged`: in it."""
+    """A minibatch that was collated before its forward pass, as if it had been collated in it: the random
+    numbers go on where `collate` left them. `generators`: after `collate`; `logged`: in it."""
 
     batch: Any
     generators: Generators

@@ -1,10 +1,13 @@
-"""What the user's own code reads: map-style datasets, which are read by number, iterables, which are read from their start, and custom readers, by name.
+"""What the user's own code reads: map-style datasets, which are read by number, iterables, which are read
+from their start, and custom readers, by name.
 
-Some of these records draw random numbers (augmentation, noise, a crop). torch, NumPy and Python have one generator for all threads of a process,
-and records are read in threads beside forward passes. A record that draws would get other numbers each time, and so would forward. So such a
-record is read alone, with a seed of its own, and the generators are put back behind it (Drawing):
+Some of these records draw random numbers (augmentation, noise, a crop). torch, NumPy and Python have one
+generator for all threads of a process, and records are read in threads beside forward passes. A record that
+draws would get other numbers each time, and so would forward. So such a record is read alone, with a seed of
+its own, and the generators are put back behind it (Drawing):
 
-    record of a dataset that draws      ALONE ─► seeded by (seed, epoch, file, number) ─► read ─► generators as they were
+    record of a dataset that draws      ALONE ─► seeded by (seed, epoch, file, number) ─► read
+        ─► generators as they were
     record of one that does not         read, beside whatever runs
 
 Whether a dataset draws is found out with its first records, and looked at again with one record of each task.
@@ -50,8 +53,9 @@ def reading(epoch: int) -> Iterator[None]:
 
 
 class Drawing:
-    """One dataset in one process. `what`: its name, for messages. `seed`: of the job. `by_epoch`: a record draws other numbers in another epoch; not
-    those of an iterable, since an iterator goes on from epoch to epoch at one trainer and begins again at another."""
+    """One dataset in one process. `what`: its name, for messages. `seed`: of the job. `by_epoch`: a record
+    draws other numbers in another epoch; not those of an iterable, since an iterator goes on from epoch to
+    epoch at one trainer and begins again at another."""
 
     def __init__(self, what: str, seed: int, *, by_epoch: bool = True) -> None:
         self._what, self._seed, self._by_epoch = what, seed, by_epoch
@@ -63,7 +67,8 @@ class Drawing:
         return f"<Drawing of {self._what}: {self._generator or 'none'} after {self._read} records>"
 
     def each(self, file: str, numbers: range, read: Callable[[int], T]) -> Iterator[T]:
-        """`read(number)` of each record of `file`. Raises what it raises, and InvalidArgument if a record draws although those before it did not."""
+        """`read(number)` of each record of `file`. Raises what it raises, and InvalidArgument if a record
+        draws although those before it did not."""
         seed = seed_of(self._seed, _epoch.get() if self._by_epoch else EVALUATION, file)
         self._check()
         done = 0
@@ -97,7 +102,8 @@ class Drawing:
         self._generator = generator
         if self._read > PROBED:
             self._late = (
-                f"record {number} of {self._what} draws from the random generator of {generator}, and the first {PROBED} did not: those between were "
+                f"record {number} of {self._what} draws from the random generator of {generator}, "
+                f"and the first {PROBED} did not: those between were "
                 "read beside forward passes, whose random numbers they may have changed"
             )
             self._check()
@@ -155,7 +161,9 @@ class IterableStyleReader:
                 self._begin(file)
             found = []
             numbers = range(self._next, first + count)
-            for number, item in zip(numbers, self._drawing.each("", numbers, partial(self._item, file)), strict=False):
+            for number, item in zip(
+                numbers, self._drawing.each("", numbers, partial(self._item, file)), strict=False
+            ):
                 if item is _END:
                     self._iterator = None
                     raise too_short(file, first, count, number)
@@ -211,7 +219,9 @@ class CustomReader:
 
         try:
             made = self._drawing.each(file, range(first, first + count), record)
-            records = [found for found in takewhile(lambda found: found is not None, made) if found is not None]
+            records = [
+                found for found in takewhile(lambda found: found is not None, made) if found is not None
+            ]
         except BaseException as error:  # the user's code may raise anything
             if is_interrupt(error) or isinstance(error, InvalidArgument):
                 raise
@@ -225,31 +235,43 @@ class CustomReader:
 
 
 def _loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
-    """The object. Raises DatasetError; InvalidArgument if its length is not what was counted. Where the user has stated `records`, they may be
-    some of those that a MapStyle has, and the length of an iterable may count anything."""
+    """The object. Raises DatasetError; InvalidArgument if its length is not what was counted. Where the user
+    has stated `records`, they may be some of those that a MapStyle has, and the length of an iterable may
+    count anything."""
     made, name, counted = load_object(dataset, seed=seed), dataset.reader, dataset.records
     of_hook = name.endswith(_HOOKS)
     if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
         return made
     records = len(made)
     if records < counted or (records > counted and of_hook):
-        msg = f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
+        msg = (
+            f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
+        )
         hint = "it must have the same records in every process, whatever the host, the time and the process"
         raise InvalidArgument(msg, hint=hint, url=name, records=records)
     return made
 
 
 def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:
-    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Raises DatasetError."""
+    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Raises
+    DatasetError."""
     if isinstance(item, Mapping):
         if columns is not None:
             named, given = ", ".join(map(str, item)), ", ".join(columns)
-            msg = f"item {number} of {file} is a dict with the columns {named}, and columns=({given}) name the values of tuples"
+            msg = (
+                f"item {number} of {file} is a dict with the columns {named}, and columns=({given}) "
+                "name the values of tuples"
+            )
             raise DatasetError(msg, hint="leave columns out", url=file)
         return dict(item)
     values = tuple(item) if isinstance(item, tuple | list) else (item,)
     names = columns or _PLAIN_NAMES[: len(values)]
     if len(names) != len(values):
-        msg = f"item {number} of {file} has {len(values)} values, but there are {len(names)} names: {', '.join(names)}"
-        raise DatasetError(msg, hint="name them: MapStyle(…, columns=(…)), or make items that are dicts", url=file)
+        msg = (
+            f"item {number} of {file} has {len(values)} values, but there are {len(names)} names: "
+            f"{', '.join(names)}"
+        )
+        raise DatasetError(
+            msg, hint="name them: MapStyle(…, columns=(…)), or make items that are dicts", url=file
+        )
     return dict(zip(names, values, strict=True))

@@ -20,7 +20,8 @@ from trireme_shared.protocol.records.datasets import JsonLines, TextLines
 def read_range(
     source: BinaryIO, dataset: Lines, file: str, first: int, count: int, offset: int | None, skip: int
 ) -> RawRecords:
-    """Records [first, first + count): read from byte `offset`, or from byte `skip`, where record 0 starts, if that is None."""
+    """Records [first, first + count): read from byte `offset`, or from byte `skip`, where record 0 starts, if
+    that is None."""
     start, before = (offset, 0) if offset is not None else (skip, first)
     raw = read_raw(source, dataset, file, start, before + count)
     if len(raw) < before + count:
@@ -55,7 +56,9 @@ class LineReader:
             if self._types is None:
                 file, sample = from_first_file(dataset, self._sample)
                 place = f"the first {len(sample)} records of {file}"
-                advice = 'set it: JsonLines(..., column_types={"name": "float64"}), or define collate(records)'
+                advice = (
+                    'set it: JsonLines(..., column_types={"name": "float64"}), or define collate(records)'
+                )
                 self._types = ColumnTypes(sample, place, advice, dataset.column_types)
             return self._types
 
@@ -86,5 +89,7 @@ def _json(file: str, number: int, line: bytes) -> Record:
         raise DatasetError(msg, hint="JsonLines needs one JSON object a line", url=file) from error
     if not isinstance(value, dict):
         msg = f"{file} record {number} is a JSON {type(value).__name__}, not an object: {line[:60]!r}"
-        raise DatasetError(msg, hint='JsonLines needs one object a line, like {"x": 1.5, "label": 3}', url=file)
+        raise DatasetError(
+            msg, hint='JsonLines needs one object a line, like {"x": 1.5, "label": 3}', url=file
+        )
     return value

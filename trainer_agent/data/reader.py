@@ -1,9 +1,11 @@
-"""What readers have in common: a range of a file's records is read, and columns of records without a schema keep their dtypes.
+"""What readers have in common: a range of a file's records is read, and columns of records without a schema
+keep their dtypes.
 
-    first records ─► column -> dtype, text, …          records of a task ──ColumnTypes.shard──► arrays of these dtypes, or errors with the value
+    first records ─► column -> dtype, text, …
+        records of a task ──ColumnTypes.shard──► arrays of these dtypes, or errors with the value
 
-A reader knows nothing of tasks, lanes or epochs. The dtype of a column is found in the first records of the dataset and kept for the
-whole job. Without this it would be that of the values that happen to be in a task.
+A reader knows nothing of tasks, lanes or epochs. The dtype of a column is found in the first records of the
+dataset and kept for the whole job. Without this it would be that of the values that happen to be in a task.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from trireme_shared.datasets.numbers import DType, Misfit, column_of, common_dty
 from trireme_shared.protocol.errors import DatasetError
 
 Kind = DType | str | DatasetError
-"""`str`, `bytes`: what values are. "": anything else, which is not looked at. An error: the first records fit into no dtype."""
+"""`str`, `bytes`: what values are. "": anything else, which is not looked at. An error: the first records fit
+into no dtype."""
 
 
 class Reader(Protocol):
@@ -28,19 +31,23 @@ class Reader(Protocol):
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         """Records [first, first + count) of `file`, a path of the master's file table.
 
-        `offset`: the byte at which record `first` starts, where the master knows it (formats of lines). Raises DatasetError
-        if the file cannot be read, or has fewer records than the master counted.
+        `offset`: the byte at which record `first` starts, where the master knows it (formats of lines).
+        Raises DatasetError if the file cannot be read, or has fewer records than the master counted.
         """
 
 
 def too_short(file: str, first: int, count: int, records: int) -> DatasetError:
-    """The error for a file that ends after `records` records though the master counted at least `first + count`."""
+    """The error for a file that ends after `records` records though the master counted at least `first +
+    count`."""
     msg = f"{file} ends at record {records}, but records {first} to {first + count - 1} were counted in it"
-    return DatasetError(msg, hint="the file was changed while the job ran: start a new job", url=file, records=records)
+    return DatasetError(
+        msg, hint="the file was changed while the job ran: start a new job", url=file, records=records
+    )
 
 
 class ColumnTypes:
-    """`place`: the first records, in words. `given`: column -> type, by the user. `advice`: what to do about a value that does not fit."""
+    """`place`: the first records, in words. `given`: column -> type, by the user. `advice`: what to do about
+    a value that does not fit."""
 
     def __init__(
         self, first: Sequence[Record], place: str, advice: str, given: Mapping[str, str] | None = None
@@ -59,17 +66,23 @@ class ColumnTypes:
         return f"<ColumnTypes of {self._place}: {self._kinds}>"
 
     def shard(self, records: Sequence[Record], file: str, number: int) -> RecordShard:
-        """The records of a task; `number`: of the first one in `file`. Raises DatasetError for a record that is no dict. Columns that these
-        records do not make are told to who asks for columns: a script's own collate takes records as they are."""
+        """The records of a task; `number`: of the first one in `file`. Raises DatasetError for a record that
+        is no dict. Columns that these records do not make are told to who asks for columns: a script's own
+        collate takes records as they are."""
         if not all(isinstance(record, Mapping) for record in records):
             columns_of(records)  # raises
         return RecordShard(records, partial(self._columns, file=file, number=number) if self._kinds else None)
 
     def _columns(self, records: Sequence[Record], file: str, number: int) -> dict[str, Column | DatasetError]:
         names = {name: None for record in records for name in record}
-        made = {name: self._column(name, [record.get(name) for record in records], file, number) for name in names}
+        made = {
+            name: self._column(name, [record.get(name) for record in records], file, number) for name in names
+        }
         for name in self._needed - names.keys():
-            msg = f"{file} records {number}-{number + len(records) - 1} have no column {name!r}, and {self._place} have it"
+            msg = (
+                f"{file} records {number}-{number + len(records) - 1} have no column {name!r}, and "
+                f"{self._place} have it"
+            )
             made[name] = DatasetError(msg, hint=self._advice, column=name, url=file)
         return made
 
@@ -101,7 +114,10 @@ class ColumnTypes:
                 raise Misfit(present[0], None, why=f"{self._place} have no such column")
             made = self._fitted(name, present, kind)
         except Misfit as error:
-            msg = f"column {name!r}: {file} record {number + places[error.number]} has {shown(error.value)}: {error}"
+            msg = (
+                f"column {name!r}: {file} record {number + places[error.number]} has "
+                f"{shown(error.value)}: {error}"
+            )
             said = f"; the column is {kind} by {self._place}" if error.dtype is not None else ""
             return DatasetError(msg + said, hint=self._advice, column=name, url=file)
         if len(present) == len(values):
@@ -120,7 +136,9 @@ class ColumnTypes:
                 raise Misfit(present[number], None, number, f"{self._place} have {kind} in this column")
             return present
         if any(issubclass(each, str | bytes | Mapping) for each in types):
-            number = next(number for number, value in enumerate(present) if isinstance(value, str | bytes | Mapping))
+            number = next(
+                number for number, value in enumerate(present) if isinstance(value, str | bytes | Mapping)
+            )
             raise Misfit(present[number], kind, number)
         if name in self._given and kind.kind == "f":
             return np.asarray(present, dtype=kind)  # the user's own choice: digits may be lost

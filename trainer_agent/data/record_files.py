@@ -1,6 +1,8 @@
-"""Files of binary records, one after the other, in chunks, or as members of tar files: TFRecord, RecordIO, WebDataset.
+"""Files of binary records, one after the other, in chunks, or as members of tar files: TFRecord, RecordIO,
+WebDataset.
 
-A tf.train.Example is read without TensorFlow and protobuf: three levels of messages, of which only lists of values matter.
+A tf.train.Example is read without TensorFlow and protobuf: three levels of messages, of which only lists of
+values matter.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class TFRecordReader:
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         with files.reading(file, "TFRecord"), self._content.opened(file) as source:
-            found = chosen(record_files.tf_record_payloads(source, file, offset or 0), file, first, count, offset)
+            found = chosen(
+                record_files.tf_record_payloads(source, file, offset or 0), file, first, count, offset
+            )
         if self._dataset.decode == "bytes":
             return Shard({"bytes": found}, count)
         records = [self._example(file, first + n, payload) for n, payload in enumerate(found)]
@@ -58,7 +62,8 @@ class TFRecordReader:
             if self._types is None:
                 file, sample = from_first_file(self._dataset, self._sample)
                 advice = (
-                    "write each feature with one type (lists: TFRecord(..., lists=(...))), or define collate(records)"
+                    "write each feature with one type (lists: TFRecord(..., lists=(...))), or define "
+                    "collate(records)"
                 )
                 self._types = ColumnTypes(sample, f"the first {len(sample)} records of {file}", advice)
             return self._types
@@ -77,11 +82,14 @@ class TFRecordReader:
             return example(payload, self._lists)
         except ValueError as error:
             msg = f"{file} record {number} is not a tf.train.Example: {error}"
-            raise DatasetError(msg, hint='TFRecord(…, decode="bytes") gives records as they are', url=file) from error
+            raise DatasetError(
+                msg, hint='TFRecord(…, decode="bytes") gives records as they are', url=file
+            ) from error
 
 
 class RecordIOReader:
-    """Keeps where the chunks of each file begin (16 bytes a chunk), and the records of the chunk read last."""
+    """Keeps where the chunks of each file begin (16 bytes a chunk), and the records of the chunk read
+    last."""
 
     def __init__(self, dataset: RecordIO) -> None:  # noqa: ARG002  as other readers
         self._chunks: dict[str, tuple[array[int], array[int]]] = {}
@@ -119,7 +127,8 @@ class RecordIOReader:
 
 
 def chosen(found: Iterator[T], file: str, first: int, count: int, offset: int | None) -> list[T]:
-    """Records [first, first + count) of `found`, which begins at `offset`, or at the file's start if that is None."""
+    """Records [first, first + count) of `found`, which begins at `offset`, or at the file's start if that is
+    None."""
     number = first if offset is not None else 0
     kept = []
     for record in islice(found, first - number + count):
@@ -180,13 +189,16 @@ class WebDatasetReader:
                 return np.load(io.BytesIO(content), allow_pickle=False)
         except (ValueError, EOFError) as error:
             msg = f"{file}: {member.name} (byte {member.data}) cannot be read as {suffix}: {error}"
-            raise DatasetError(msg, hint="correct it, or read bytes: WebDataset(…, decode=False)", url=file) from error
+            raise DatasetError(
+                msg, hint="correct it, or read bytes: WebDataset(…, decode=False)", url=file
+            ) from error
         return content
 
 
 def example(content: bytes, lists: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Feature -> value, or an array (float32, int64) or list (bytes) of values if there is not exactly one, or its name is in `lists`.
-    Features are in the order of their names. Raises ValueError for what is no Example."""
+    """Feature -> value, or an array (float32, int64) or list (bytes) of values if there is not exactly one,
+    or its name is in `lists`. Features are in the order of their names. Raises ValueError for what is no
+    Example."""
     found: dict[str, Any] = {}
     view = memoryview(content)
     for field, features in _fields(view):

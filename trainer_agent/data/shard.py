@@ -1,10 +1,12 @@
-"""The records of one task in memory, kept as columns or as records, whichever the format has; both can be read from either. And their order.
+"""The records of one task in memory, kept as columns or as records, whichever the format has; both can be
+read from either. And their order.
 
     shard.minibatch(indices) ──iterate──► records (dicts) for the user's collate
                              ──.columns──► arrays and lists for default_collate, no record is made on the way
 
-The order in which a task's records are read is a function of (seed, epoch, task) alone, the same on every machine: they are sorted by
-splitmix64 of their number. A numpy generator is not used: its stream may change between versions.
+The order in which a task's records are read is a function of (seed, epoch, task) alone, the same on every
+machine: they are sorted by splitmix64 of their number. A numpy generator is not used: its stream may change
+between versions.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ MakeColumns = Callable[[Sequence[Record]], Mapping[str, "Column | DatasetError"]
 
 
 class Shard:
-    """Columns of equal length. Values of one record: Python scalars, arrays, text, bytes or None. A column may be the error that says why
-    its records make none: who asks for columns gets it."""
+    """Columns of equal length. Values of one record: Python scalars, arrays, text, bytes or None. A column
+    may be the error that says why its records make none: who asks for columns gets it."""
 
     def __init__(self, columns: Mapping[str, Column | DatasetError], count: int) -> None:
         for name, column in columns.items():
@@ -47,8 +49,8 @@ class Shard:
         return f"<{type(self).__name__} of {self._count} records: {', '.join(self._columns)}>"
 
     def columns(self, indices: Indices) -> dict[str, Column]:
-        """Copies of the chosen records' columns: arrays (n, …), or lists of what has no common shape or no number. Raises DatasetError
-        for a column that these records do not make."""
+        """Copies of the chosen records' columns: arrays (n, …), or lists of what has no common shape or no
+        number. Raises DatasetError for a column that these records do not make."""
         chosen: dict[str, Column] = {}
         for name, column in self._columns.items():
             if isinstance(column, DatasetError):
@@ -68,8 +70,9 @@ class Shard:
 
 
 class RecordShard(Shard):
-    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`, which are made when somebody asks
-    for them. `make`: how, where their types are known (trainer_agent/data/reader.py)."""
+    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`, which
+    are made when somebody asks for them. `make`: how, where their types are known
+    (trainer_agent/data/reader.py)."""
 
     def __init__(self, records: Sequence[Record], make: MakeColumns | None = None) -> None:
         self._records: Sequence[Record] | None = records
@@ -96,8 +99,8 @@ class RecordShard(Shard):
 
 
 class Minibatch(Sequence[Record]):
-    """The records of one minibatch; `columns` gives the same values faster. `work`: what it is, for the journal of the process that
-    computes it (trireme_shared.platform.runtime.begun)."""
+    """The records of one minibatch; `columns` gives the same values faster. `work`: what it is, for the
+    journal of the process that computes it (trireme_shared.platform.runtime.begun)."""
 
     work = b""
 
@@ -142,8 +145,8 @@ def on_record(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def columns_of(records: Sequence[Any]) -> dict[str, Column]:
-    """Records as columns, in the order in which names first appear. A field that a record lacks is None. Raises DatasetError for a
-    column whose numbers fit into no dtype."""
+    """Records as columns, in the order in which names first appear. A field that a record lacks is None.
+    Raises DatasetError for a column whose numbers fit into no dtype."""
     names: dict[str, None] = {}
     for number, record in enumerate(records):
         if not isinstance(record, Mapping):
@@ -159,14 +162,19 @@ def named_column(name: str, values: list[Any]) -> Column:
         return as_column(values)
     except Misfit as error:
         msg = f"column {name!r}: record {error.number} has {shown(error.value)}: {error}"
-        raise DatasetError(msg, hint="make the values alike, or define collate(records)", column=name) from error
+        raise DatasetError(
+            msg, hint="make the values alike, or define collate(records)", column=name
+        ) from error
 
 
 def as_column(values: list[Any]) -> Column:
-    """An array if all values are numbers, or arrays of numbers, of one shape; a list of arrays if their shapes differ; else the list as
-    it is. Python's numbers get the dtype that shared/trireme_shared/datasets/numbers.py says, numpy's keep theirs. Raises Misfit if there is none.
+    """An array if all values are numbers, or arrays of numbers, of one shape; a list of arrays if their
+    shapes differ; else the list as it is. Python's numbers get the dtype that
+    shared/trireme_shared/datasets/numbers.py says, numpy's keep theirs. Raises Misfit if there is none.
     """
-    if not values or any(issubclass(kind, str | bytes | Mapping | NoneType) for kind in set(map(type, values))):
+    if not values or any(
+        issubclass(kind, str | bytes | Mapping | NoneType) for kind in set(map(type, values))
+    ):
         return values
     try:
         dtype = common_dtype(values)
@@ -200,13 +208,15 @@ def minibatches_in(count: int, size: int) -> int:
 
 
 def minibatch_in(order: Indices | None, count: int, size: int, number: int) -> Indices:
-    """Records of minibatch `number` (from 0) of a task of `count` records in this order (None: as they are), as int64 indices into its
-    shard; read-only.
+    """Records of minibatch `number` (from 0) of a task of `count` records in this order (None: as they are),
+    as int64 indices into its shard; read-only.
 
     Raises IndexError outside [0, minibatches_in(count, size)).
     """
     if not 0 <= number < minibatches_in(count, size):
-        msg = f"minibatch {number} is outside [0, {minibatches_in(count, size)}): the task has {count} records"
+        msg = (
+            f"minibatch {number} is outside [0, {minibatches_in(count, size)}): the task has {count} records"
+        )
         raise IndexError(msg)
     chosen = slice(number * size, min(count, (number + 1) * size))
     return order[chosen] if order is not None else np.arange(chosen.start, chosen.stop, dtype=np.int64)

@@ -1,8 +1,10 @@
-"""The processes that serve blocks, as one trainer reaches them: parameter servers, or the trainers of a collective job.
+"""The processes that serve blocks, as one trainer reaches them: parameter servers, or the trainers of a
+collective job.
 
     who is where    layout and slot map --route--> Routes: the owner of each block
     ask             one process, until it answers            ask_all    all that own blocks, by one slot map
-    silence         answers --calls fail for skip_after_seconds--> left out at once, asked now and then --> answers
+    silence         answers --calls fail for skip_after_seconds--> left out at once, asked now and then -->
+        answers
 
 A question that concerns all blocks is asked by one slot map, and asked again if slots move meanwhile.
 """
@@ -38,7 +40,8 @@ from trireme_shared.protocol.wire.messages import PserverInfo
 REFRESH_S = 0.5
 REROUTE_S = 0.25
 ADOPT_S = (
-    0.01  # until the new owner of a block has the slot map as well: the first wait, each next one is twice as long
+    # until the new owner of a block has the slot map as well: the first wait, each next one is twice as long
+    0.01
 )
 MOVING_S = 1.0
 OWN_LEASE = "etcd did not say whether this trainer is still a member"
@@ -109,9 +112,9 @@ class FleetClient:
         certain: Callable[[], Awaitable[bool]] = at_once,
         own: Callable[[int], PserverPort | None] = nobody,
     ) -> None:
-        """`suspect(incarnation, cause)` reports a process that gave no answer. `certain` is awaited before each call, until
-        this trainer is surely a member; it answers whether it had to wait. `own(index)` is the port of this process, if it
-        serves blocks at that index."""
+        """`suspect(incarnation, cause)` reports a process that gave no answer. `certain` is awaited before
+        each call, until this trainer is surely a member; it answers whether it had to wait. `own(index)` is
+        the port of this process, if it serves blocks at that index."""
         self.directory, self.layout = directory, layout
         self._connect, self._suspect, self._certain, self._own = connect, suspect, certain, own
         self._routes: Routes | None = None
@@ -139,7 +142,11 @@ class FleetClient:
     def envelope(self) -> dict[str, Any]:
         """The fields that every message starts with, as this trainer knows them now."""
         master = self.directory.master
-        return {"job": self.directory.keys.job, "term": master.term if master else 0, "generation": self.generation}
+        return {
+            "job": self.directory.keys.job,
+            "term": master.term if master else 0,
+            "generation": self.generation,
+        }
 
     def port(self, index: int) -> PserverPort:
         """Raises NotReady: no process is registered under that index."""
@@ -151,7 +158,8 @@ class FleetClient:
         return self._connect(member)
 
     async def be_certain(self, backoff: Backoff) -> None:
-        """Returns once this trainer is surely a member; a wait for that is no failure of the process that is called."""
+        """Returns once this trainer is surely a member; a wait for that is no failure of the process that is
+        called."""
         if await self._certain():
             backoff.waited(OWN_LEASE)
 
@@ -164,8 +172,8 @@ class FleetClient:
         skip_after_s: float | None = None,
         routes: Routes | None = None,
     ) -> T:
-        """The answer of one process, asked again after each failure. Raises WrongOwner if the slot map is not that of `routes`
-        any more; Unanswered if the process has been silent for `skip_after_s`."""
+        """The answer of one process, asked again after each failure. Raises WrongOwner if the slot map is not
+        that of `routes` any more; Unanswered if the process has been silent for `skip_after_s`."""
         backoff = Backoff(f"an answer from pserver-{index}")
         while True:
             await self.be_certain(backoff)
@@ -178,15 +186,17 @@ class FleetClient:
                     raise Unanswered from error
                 await self.suspect(index, error)
                 if routes is not None and self.routes.version != routes.version:
-                    raise WrongOwner(f"slot map {routes.version} is old: pserver-{index} may be gone") from error
+                    raise WrongOwner(
+                        f"slot map {routes.version} is old: pserver-{index} may be gone"
+                    ) from error
                 await backoff.failed(error)
             else:
                 self.silence.answered(index)
                 return answer
 
     async def ask_all(self, ask: Callable[[Routes, int], Coroutine[Any, Any, T]]) -> list[T]:
-        """The answers of all processes that own blocks, asked by one slot map; they are asked again if slots move meanwhile, so that no block is
-        left out."""
+        """The answers of all processes that own blocks, asked by one slot map; they are asked again if slots
+        move meanwhile, so that no block is left out."""
         backoff = Backoff("all parameter servers to have one slot map")
         for refusals in count(1):
             routes = self.routes
@@ -208,7 +218,9 @@ class FleetClient:
             if not info.ready:
                 raise NotReady(f"pserver-{info.index} has no parameters yet")
             if info.timeline != timeline:
-                raise NotReady(f"pserver-{info.index} has parameters of timeline {info.timeline}, not of {timeline}")
+                raise NotReady(
+                    f"pserver-{info.index} has parameters of timeline {info.timeline}, not of {timeline}"
+                )
             return info
 
         async def ask(routes: Routes, index: int) -> PserverInfo:
@@ -220,7 +232,8 @@ class FleetClient:
         return await self.ask_all(ask)
 
     async def missing(self, number: int, step: int) -> tuple[Interval, ...]:
-        """The lanes that blocks of one process lack for `step`; `number` chooses the process among all. One attempt. Raises PeerError."""
+        """The lanes that blocks of one process lack for `step`; `number` chooses the process among all. One
+        attempt. Raises PeerError."""
         indexes = sorted(self.routes.blocks)
         info = await self.port(indexes[number % len(indexes)]).info()
         return info.missing if info.ready and info.lowest == step else ()
@@ -228,7 +241,8 @@ class FleetClient:
     # ------------------------------------------------------------ after calls that failed
 
     async def is_silent(self, index: int, skip_after_s: float | None) -> bool:
-        """Whether that process is left out. Now and then it is asked whether it has parameters and answers again."""
+        """Whether that process is left out. Now and then it is asked whether it has parameters and answers
+        again."""
         if skip_after_s is None or not self.silence.holds(index):
             return False
         if not self.silence.is_due(index):
@@ -238,15 +252,18 @@ class FleetClient:
                 if not (await self.port(index).info()).ready:
                     raise NotReady(f"pserver-{index} has no parameters yet")
         except (PeerError, TimeoutError) as error:
-            known = error if isinstance(error, PeerError) else DeadlineExceeded(f"no answer within {ASK_S:g} s")
+            known = (
+                error if isinstance(error, PeerError) else DeadlineExceeded(f"no answer within {ASK_S:g} s")
+            )
             return self.silence.failed(index, known, skip_after_s)
         self.silence.answered(index)
         return False
 
     async def rerouted(self, version: int, refusals: int, *, moving: bool = False) -> None:
-        """Called after a process has refused, for the `refusals`th time, what slot map `version` sent to it: waits for a newer map, if it is
-        not here already. The other process may also be the one that lacks the map, so it is asked again soon. `moving`: its blocks
-        are frozen; nothing helps but a newer map, or the end of the migration."""
+        """Called after a process has refused, for the `refusals`th time, what slot map `version` sent to it:
+        waits for a newer map, if it is not here already. The other process may also be the one that lacks the
+        map, so it is asked again soon. `moving`: its blocks are frozen; nothing helps but a newer map, or the
+        end of the migration."""
         migration = self.directory.migration
         frozen = moving and migration is not None
         limit_s = MOVING_S if frozen else min(REROUTE_S, ids.jitter(ADOPT_S) * 2.0 ** min(refusals - 1, 8))
@@ -258,7 +275,8 @@ class FleetClient:
             )
 
     async def suspect(self, index: int, error: TriremeError) -> None:
-        """Called after a failed call: reports the process to the master, and waits a moment for news in the directory."""
+        """Called after a failed call: reports the process to the master, and waits a moment for news in the
+        directory."""
         member = self.directory.pservers.get(index)
         if member is not None and not isinstance(error, NotReady | StaleGeneration):
             self._suspect(member.incarnation, str(error))
@@ -266,7 +284,8 @@ class FleetClient:
 
 
 class Silence:
-    """Which processes give no answer (asynchronous jobs, `skip_after_seconds`), by index: they are left out until they answer again."""
+    """Which processes give no answer (asynchronous jobs, `skip_after_seconds`), by index: they are left out
+    until they answer again."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
@@ -302,13 +321,16 @@ class Silence:
 
 def call_limit_s(spec: JobSpec, stall_s: float) -> float:
     """How long a call may wait for a peer that is silent, if it may wait for `stall_s` otherwise."""
-    return stall_s if spec.skip_after_seconds is None else min(stall_s, max(SHORTEST_S, spec.skip_after_seconds))
+    return (
+        stall_s if spec.skip_after_seconds is None else min(stall_s, max(SHORTEST_S, spec.skip_after_seconds))
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """`owners[block]`: pserver index. `blocks[index]`: in ascending order; if the model has embedding tables, of each parameter server that owns slots,
-    maybe none. `slots[slot]`: pserver index. `version`: of the slot map."""
+    """`owners[block]`: pserver index. `blocks[index]`: in ascending order; if the model has embedding tables,
+    of each parameter server that owns slots, maybe none. `slots[slot]`: pserver index. `version`: of the slot
+    map."""
 
     version: int
     owners: tuple[int, ...]
@@ -323,7 +345,8 @@ class Routes:
         return {index: tuple(found[index]) for index in sorted(found)}
 
     def changed_since(self, before: Routes) -> list[int]:
-        """The parameter servers that have other slots by this map than by that one, without those that have none now."""
+        """The parameter servers that have other slots by this map than by that one, without those that have
+        none now."""
         pairs = zip(before.slots, self.slots, strict=True)
         changed = {index for was, now in pairs if was != now for index in (was, now)}
         return sorted(changed.intersection(self.slots))

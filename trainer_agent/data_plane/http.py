@@ -1,5 +1,5 @@
-"""One parameter server as the trainer sees it (PserverPort), and those of its calls that are plain requests (stream.py has the
-others).
+"""One parameter server as the trainer sees it (PserverPort), and those of its calls that are plain requests
+(stream.py has the others).
 
 Each wait for the peer is limited to `stall_s`; the caller's iterator may take as long as it needs.
 """
@@ -16,7 +16,14 @@ from typing import Protocol, Self, TypeVar
 import aiohttp
 
 from trireme_shared.platform.runtime import clock, http
-from trireme_shared.protocol.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError, from_map
+from trireme_shared.protocol.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    PeerError,
+    TooLarge,
+    TriremeError,
+    from_map,
+)
 from trireme_shared.protocol.records import PserverMember, Record
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import (
@@ -50,18 +57,22 @@ READ_BUFFER_BYTES = 1 << 20
 
 
 class PserverPort(Protocol):
-    """The calls of one pserver. All raise the errors of trireme_shared.protocol.errors; PeerError if the connection fails."""
+    """The calls of one pserver. All raise the errors of trireme_shared.protocol.errors; PeerError if the
+    connection fails."""
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
         """Load initial values; idempotent."""
         ...
 
-    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+    async def push(
+        self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]
+    ) -> PushAnswer:
         """Payloads must stay unchanged until this returns."""
         ...
 
     async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
-        """`sink` returns the memory to write a block to; `placed` is called when all of its bytes are there."""
+        """`sink` returns the memory to write a block to; `placed` is called when all of its bytes are
+        there."""
         ...
 
     async def lookup(self, request: LookupRequest, ids: memoryview) -> tuple[LookupEnd, memoryview]:
@@ -78,11 +89,16 @@ class PserverPort(Protocol):
 
 
 class HttpPserver:
-    """The plain requests of a PserverPort: initial values, whole tables, information. Uses the member's UNIX socket if it is on
-    this host. Close it (`async with`)."""
+    """The plain requests of a PserverPort: initial values, whole tables, information. Uses the member's UNIX
+    socket if it is on this host. Close it (`async with`)."""
 
     def __init__(
-        self, member: PserverMember, token: http.Token = "", *, tls: ssl.SSLContext | None = None, stall_s: float = 30.0
+        self,
+        member: PserverMember,
+        token: http.Token = "",
+        *,
+        tls: ssl.SSLContext | None = None,
+        stall_s: float = 30.0,
     ) -> None:
         self.member = member
         self._token, self._tls = token, tls
@@ -175,13 +191,18 @@ class HttpPserver:
     async def _ask(self, path: str, query: Record | None, kind: type[Answer]) -> Answer:
         body = None if query is None else codec.encode(query)
         try:
-            async with asyncio.timeout(self._stall_s), self._request("POST" if body else "GET", path, body) as response:
+            async with (
+                asyncio.timeout(self._stall_s),
+                self._request("POST" if body else "GET", path, body) as response,
+            ):
                 return await self._answer(response, kind)
         except TimeoutError as error:
             raise self._silent(path) from error
 
     @asynccontextmanager
-    async def _request(self, method: str, path: str, body: Body) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+    async def _request(
+        self, method: str, path: str, body: Body
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """The answer to one request. Raises the error it holds, PeerError if the connection fails."""
         try:
             async with self._session().request(
@@ -201,7 +222,9 @@ class HttpPserver:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise PeerError(f"{method} {path} at {self._name} failed: {type(error).__name__}: {error}") from error
+            raise PeerError(
+                f"{method} {path} at {self._name} failed: {type(error).__name__}: {error}"
+            ) from error
 
     def _session(self) -> aiohttp.ClientSession:
         if self.session is None:

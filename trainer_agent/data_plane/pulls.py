@@ -2,7 +2,8 @@
 
 one version's blocks, as their owners have them ──► PullSink; the version's StepRecord, or Gone
     PullSink: the staging vectors of a compute (parameters) │ Arriving (mean gradients of a collective job)
-a job that clips: the owners say the sums of squares of their blocks ──StepNormFinder──► the norm, told to all that wait
+a job that clips: the owners say the sums of squares of their blocks ──StepNormFinder──► the norm, told to all
+    that wait
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import Backoff, SingleErrorGroup
 from trireme_shared.blocks.gradient_norm import norm_of
 from trireme_shared.platform.runtime.clock import event_within
-from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
+from trireme_shared.protocol.errors import (
+    BadFrame,
+    Gone,
+    InvalidArgument,
+    PeerError,
+    StaleGeneration,
+    WrongOwner,
+)
 from trireme_shared.protocol.records.job_choices import Narrow, Nonfinite, Transported
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES
 from trireme_shared.protocol.records.step import StepRecord, StepResult
@@ -45,7 +53,8 @@ class Abandoned(Exception):
 
 @dataclass(slots=True)
 class Within:
-    """A pull that is answered once `bound` holds. `is_needed` is asked while it waits. `waited`: whether it had to, `waits_for`: for what."""
+    """A pull that is answered once `bound` holds. `is_needed` is asked while it waits. `waited`: whether it
+    had to, `waits_for`: for what."""
 
     bound: StalenessBound
     is_needed: Callable[[], bool]
@@ -62,7 +71,8 @@ class PullSink(Protocol):
         ...
 
     def check(self) -> None:
-        """Called before each request. Raises StaleGeneration: what the pull brings does not count any more."""
+        """Called before each request. Raises StaleGeneration: what the pull brings does not count any
+        more."""
         ...
 
     def staging(self, block: int) -> memoryview:
@@ -82,7 +92,8 @@ class PullSink(Protocol):
         ...
 
     def take_row_means(self, index: int, found: RowMeansPart) -> None:
-        """Take mean gradients of rows, which came with the end of process `index`'s answer. Raises BadFrame, StaleGeneration."""
+        """Take mean gradients of rows, which came with the end of process `index`'s answer. Raises BadFrame,
+        StaleGeneration."""
         ...
 
 
@@ -110,7 +121,9 @@ class StagingVectors:
         return named
 
     def take_row_means(self, index: int, found: RowMeansPart) -> None:
-        raise BadFrame(f"mean gradients of {sum(found.counts)} rows came from pserver-{index}, and none were asked for")
+        raise BadFrame(
+            f"mean gradients of {sum(found.counts)} rows came from pserver-{index}, and none were asked for"
+        )
 
 
 @dataclass(slots=True)
@@ -130,9 +143,12 @@ class Pull:
 
 
 class Pulls:
-    """Pulls of one trainer, and what it knows of the values in use: so that buffers which stay as they are come only once."""
+    """Pulls of one trainer, and what it knows of the values in use: so that buffers which stay as they are
+    come only once."""
 
-    def __init__(self, fleet: FleetClient, dtype: Transported = "float32", on_nonfinite: Nonfinite = "fail") -> None:
+    def __init__(
+        self, fleet: FleetClient, dtype: Transported = "float32", on_nonfinite: Nonfinite = "fail"
+    ) -> None:
         """`dtype`: of values on their way."""
         self._fleet, self._narrow = fleet, narrow_of(dtype)
         self._narrowed = fleet.layout.payloads(dtype)
@@ -144,7 +160,8 @@ class Pulls:
         #: of the steps that were asked for with `want_results`, as far as an owner of blocks keeps them
         self.results: tuple[StepResult, ...] = ()
         self._results_from: int | None = None
-        self._narrow_blocks: list[memoryview] = []  # memory for a block in its narrow dtype, before it is widened
+        # memory for a block in its narrow dtype, before it is widened
+        self._narrow_blocks: list[memoryview] = []
         self._narrow_bytes = fleet.layout.block_bytes if self._narrow is not None else 0
 
     def __repr__(self) -> str:
@@ -152,7 +169,8 @@ class Pulls:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the gradient of the step that made the version which was pulled last, if it was measured."""
+        """The norm of the gradient of the step that made the version which was pulled last, if it was
+        measured."""
         return self._norm.measured
 
     @cached_property
@@ -162,7 +180,8 @@ class Pulls:
         return [block.number for block in layout.blocks() if layout.segments[block.segment].kind == "param"]
 
     def want_results(self, first: int | None) -> None:
-        """The next pulls ask for results of steps from `first` on (None: for none); `results` is empty until they come."""
+        """The next pulls ask for results of steps from `first` on (None: for none); `results` is empty until
+        they come."""
         self.results, self._results_from = (), first
 
     async def pull(
@@ -174,12 +193,13 @@ class Pulls:
         exact: bool = False,
         within: Within | None = None,
     ) -> tuple[StepRecord | None, Pull]:
-        """Every block at `version` (None: at the version that its owner has). Returns the version's record, and the pull: call `use` once what it
-        brought is in use.
+        """Every block at `version` (None: at the version that its owner has). Returns the version's record,
+        and the pull: call `use` once what it brought is in use.
 
-        Waits until the owners have the version. The blocks of a process that gives no answer for `skip_after_s` keep their
-        current values. `exact`: in full precision, whatever the dtype on the way is. Raises Gone if the version is no longer kept,
-        InvalidArgument if values do not fit the dtype, or the norm of the step's gradient is not finite; Abandoned, see `Within`.
+        Waits until the owners have the version. The blocks of a process that gives no answer for
+        `skip_after_s` keep their current values. `exact`: in full precision, whatever the dtype on the way
+        is. Raises Gone if the version is no longer kept, InvalidArgument if values do not fit the dtype, or
+        the norm of the step's gradient is not finite; Abandoned, see `Within`.
         """
         if version is not None:
             self._norm = StepNormFinder(version - 1, fails=self._fails)
@@ -210,17 +230,20 @@ class Pulls:
 
     @property
     def _asked_for_bound(self) -> int:
-        """The parameter server that says whether a bound holds: one for all trainers, so nobody is waited for at one while it waits at another."""
+        """The parameter server that says whether a bound holds: one for all trainers, so nobody is waited for
+        at one while it waits at another."""
         return min(index for index, blocks in self._fleet.routes.blocks.items() if blocks)
 
     async def let_go(self, bound: StalenessBound) -> None:
-        """This trainer computes with none of the parameters that it pulled within a bound. Raises PeerError, StaleGeneration."""
+        """This trainer computes with none of the parameters that it pulled within a bound. Raises PeerError,
+        StaleGeneration."""
         none = bound.with_fields(versions=None)
         request = PullRequest(**self._fleet.envelope(), blocks=(), bound=none)
         await self._fleet.port(self._asked_for_bound).pull(request, lambda _: NOTHING)
 
     async def ask_for_results(self, first: int) -> None:
-        """Ask all owners of blocks for results of steps from `first` on: `results` has them then, as far as an owner keeps them."""
+        """Ask all owners of blocks for results of steps from `first` on: `results` has them then, as far as
+        an owner keeps them."""
 
         async def ask(routes: Routes, index: int) -> PullEnd:
             wanted = {"version": None, "blocks": (), "results_from": first}
@@ -233,8 +256,8 @@ class Pulls:
     def _parts_since(
         self, before: Routes, index: int, blocks: Iterable[int], version: int | None
     ) -> dict[int, tuple[int, ...]]:
-        """Where these blocks are now, and who has other rows of tables than by that slot map: whether those have the version is asked again. `index`
-        did not say so either."""
+        """Where these blocks are now, and who has other rows of tables than by that slot map: whether those
+        have the version is asked again. `index` did not say so either."""
         routes = self._fleet.routes
         parts = routes.split(blocks)
         if self._fleet.layout.tables and version is not None:
@@ -244,12 +267,17 @@ class Pulls:
 
     async def _pull_parts(self, pull: Pull, parts: Mapping[int, Sequence[int]]) -> StepRecord | None:
         async with SingleErrorGroup() as group:
-            pulls = [group.create_task(self.pull_from(pull, index, blocks)) for index, blocks in parts.items()]
+            pulls = [
+                group.create_task(self.pull_from(pull, index, blocks)) for index, blocks in parts.items()
+            ]
         return agreed(each.result() for each in pulls)
 
     async def pull_from(self, pull: Pull, index: int, blocks: Sequence[int]) -> StepRecord | None:
-        """Some of the pull's blocks from one process, or from those that have the blocks by then. Raises as `pull`."""
-        memory = self._narrow_blocks.pop() if self._narrow_blocks else memoryview(bytearray(self._narrow_bytes))
+        """Some of the pull's blocks from one process, or from those that have the blocks by then. Raises as
+        `pull`."""
+        memory = (
+            self._narrow_blocks.pop() if self._narrow_blocks else memoryview(bytearray(self._narrow_bytes))
+        )
         try:
             return await self._pull_into(memory, pull, index, blocks)
         finally:
@@ -268,7 +296,9 @@ class Pulls:
         known = self._known.get(place_known, "") if everything else ""
         named: set[str] = set()  # what the ends of this pull's requests say
         record: StepRecord | None = None
-        backoff = Backoff(f"pulling {'parameters' if version is None else f'version {version}'} from pserver-{index}")
+        backoff = Backoff(
+            f"pulling {'parameters' if version is None else f'version {version}'} from pserver-{index}"
+        )
 
         def place(item: PulledBlock) -> memoryview:
             if item.same:
@@ -280,7 +310,8 @@ class Pulls:
             expected = self._narrowed[item.block] if narrow is not None else None
             if item.dtype != expected:
                 raise BadFrame(
-                    f"block {item.block} came from pserver-{index} as {item.dtype or 'it is'}, {expected or 'as it is'} was asked "
+                    f"block {item.block} came from pserver-{index} as {item.dtype or 'it is'}, "
+                    f"{expected or 'as it is'} was asked "
                     "for; run the same version everywhere"
                 )
             whole = into.staging(item.block)
@@ -350,7 +381,9 @@ class Pulls:
                 case "GONE":
                     raise Gone(end.message)
                 case "OVERFLOW":
-                    raise InvalidArgument(end.message, hint=f"parameter_dtype is {narrow}; start the job with another")
+                    raise InvalidArgument(
+                        end.message, hint=f"parameter_dtype is {narrow}; start the job with another"
+                    )
                 case "TOO_EARLY":
                     if within is not None:
                         within.waited, within.waits_for = True, end.message
@@ -360,7 +393,9 @@ class Pulls:
                 case "HELD":
                     held += 1
                     if held > MOST_HELD:
-                        raise Gone(f"version {version} is not made: {end.message}, {self._norm!r}; join again")
+                        raise Gone(
+                            f"version {version} is not made: {end.message}, {self._norm!r}; join again"
+                        )
                     self._norm.add(end.timeline, end.squares, self._parameters)
                     if not await self._norm.wait(PULL_WAIT_S):
                         backoff.waited(f"{end.message}: {self._norm!r}")
@@ -396,14 +431,16 @@ def _no_blocks(item: PulledBlock) -> memoryview:
 
 
 class StepNormFinder:
-    """The norm of a step's whole gradient, as one trainer finds it while it pulls the version that the step makes.
+    """The norm of a step's whole gradient, as one trainer finds it while it pulls the version that the step
+    makes.
 
         a parameter server: HELD, its blocks' sums of squares ─► add ─┐
-        another one: OK, a record with the norm ─► learn_of_version ─┴─► known ─► every pull that goes on says it
+        another one: OK, a record with the norm ─► learn_of_version ─┴─► known
+            ─► every pull that goes on says it
 
-    Each trainer may find the norm and tell it: all find the same bits, so whoever dies, the step is made. `step`: the one that makes
-    the version. `fails`: a norm that is not finite is an error. `norm` is for parameter servers that wait, `measured` for people:
-    also of steps that are not clipped."""
+    Each trainer may find the norm and tell it: all find the same bits, so whoever dies, the step is made.
+    `step`: the one that makes the version. `fails`: a norm that is not finite is an error. `norm` is for
+    parameter servers that wait, `measured` for people: also of steps that are not clipped."""
 
     def __init__(self, step: int, *, fails: bool) -> None:
         self._step, self._fails = step, fails
@@ -417,15 +454,16 @@ class StepNormFinder:
         return f"<StepNormFinder of step {self._step}: {len(self._squares)} blocks, {self.norm}>"
 
     def add(self, timeline: int, squares: Iterable[tuple[int, float]], blocks: Collection[int]) -> None:
-        """What one parameter server says of its blocks; `blocks`: numbers of all blocks of parameters. Raises InvalidArgument: the
-        norm is not finite."""
+        """What one parameter server says of its blocks; `blocks`: numbers of all blocks of parameters. Raises
+        InvalidArgument: the norm is not finite."""
         if self._is_current(timeline):
             self._squares.update(squares)
             if self.norm is None and len(self._squares) == len(blocks):
                 self._know(norm_of(self._squares[block] for block in blocks))
 
     def learn_of_version(self, timeline: int, record: StepRecord) -> None:
-        """A parameter server has made the step, so it was told the norm; nobody has its blocks' squares any more. Raises as `add`."""
+        """A parameter server has made the step, so it was told the norm; nobody has its blocks' squares any
+        more. Raises as `add`."""
         if record.grad_norm is not None and self._is_current(timeline):
             self._know(record.grad_norm)
 
@@ -466,8 +504,9 @@ def check_finite(step: int, norm: float) -> None:
 
 
 def agreed(records: Iterable[StepRecord | None]) -> StepRecord | None:
-    """One of the records that parameter servers have of a version. What it says about a checkpoint on demand is left out unless all
-    say the same: in a step in which lane 0 moved, some have it from one owner and some from the next."""
+    """One of the records that parameter servers have of a version. What it says about a checkpoint on demand
+    is left out unless all say the same: in a step in which lane 0 moved, some have it from one owner and some
+    from the next."""
     found = [record for record in records if record is not None]
     if not found:
         return None

@@ -1,4 +1,5 @@
-"""Pushes to all processes that serve blocks: an outbox and one stream a process, sent again until it is acknowledged or no longer needed.
+"""Pushes to all processes that serve blocks: an outbox and one stream a process, sent again until it is
+acknowledged or no longer needed.
 
 backward finishes a block ──NodeSink──► outbox of the block's owner ──► PushAnswer ──verdict──►
     ACKNOWLEDGED │ MOVED, AGAIN: pushed again │ BEHIND, STALE generation, FENCED attempt │ BROKEN: an error
@@ -43,9 +44,10 @@ MOVING = "MOVING"  # of a block that is on its way to another parameter server
 
 @dataclass(frozen=True, slots=True)
 class PushedRows:
-    """A lane's gradients of rows of embedding tables. `rows`: of each table. `count`: the lane's records. `result` (synchronous): the rows of all lanes
-    may be there, and be stepped, before a block of each is. `versions` (asynchronous): the rows that the gradients were computed from, by slot map
-    version and parameter server."""
+    """A lane's gradients of rows of embedding tables. `rows`: of each table. `count`: the lane's records.
+    `result` (synchronous): the rows of all lanes may be there, and be stepped, before a block of each is.
+    `versions` (asynchronous): the rows that the gradients were computed from, by slot map version and
+    parameter server."""
 
     rows: Sequence[LaneRows]
     count: int
@@ -73,9 +75,9 @@ def _head(block: int, lanes: Interval, count: int, dtype: Narrow | None, version
 
 
 class Outbox:
-    """The blocks for one parameter server, in the order they were finished; may be read again from the start. `first`: the lanes
-    whose data it got from this trainer first, as it said last. `rows`: the gradients of rows of all parameter servers, by lane: some may go to
-    others than they were meant for."""
+    """The blocks for one parameter server, in the order they were finished; may be read again from the start.
+    `first`: the lanes whose data it got from this trainer first, as it said last. `rows`: the gradients of
+    rows of all parameter servers, by lane: some may go to others than they were meant for."""
 
     def __init__(self, rows: Mapping[int, PushedRows] | None = None) -> None:
         self.rows = {} if rows is None else rows
@@ -106,7 +108,9 @@ class Outbox:
         return list(self._items)
 
     @classmethod
-    def of(cls, items: Iterable[tuple[PushBlock, memoryview]], rows: Mapping[int, PushedRows] | None = None) -> Outbox:
+    def of(
+        cls, items: Iterable[tuple[PushBlock, memoryview]], rows: Mapping[int, PushedRows] | None = None
+    ) -> Outbox:
         """With all its blocks."""
         outbox = cls(rows)
         outbox._items, outbox._closed = list(items), True
@@ -119,7 +123,8 @@ class Outbox:
         whole: Iterable[tuple[PushBlock, memoryview]],
         rows: Mapping[int, PushedRows] | None = None,
     ) -> Outbox:
-        """Some of the blocks in `whole`, for another parameter server: it needs the results of their lanes, too."""
+        """Some of the blocks in `whole`, for another parameter server: it needs the results of their lanes,
+        too."""
         results = {block.lanes: block.result for block, _ in whole if block.result is not None}
         found = []
         for block, payload in items:
@@ -134,8 +139,8 @@ class Outbox:
     def stream(self) -> AsyncIterator[tuple[PushBlock, memoryview]]:
         """All blocks, waiting for those to come.
 
-        No generator: the writer of a failed HTTP request still waits for its next block until it is cancelled, and a
-        generator that another task waits for cannot be closed.
+        No generator: the writer of a failed HTTP request still waits for its next block until it is
+        cancelled, and a generator that another task waits for cannot be closed.
         """
         return _Stream(self)
 
@@ -164,8 +169,9 @@ class _Stream(AsyncIterator[tuple[PushBlock, memoryview]]):
 
 
 class Outboxes(dict[int, Outbox]):
-    """One push to all parameter servers, by pserver index. `dtypes[block]`: the narrower dtype in which it travels, if any.
-    `version`: of the slot map they were made by. `versions` (asynchronous): of the blocks that gradients are computed from."""
+    """One push to all parameter servers, by pserver index. `dtypes[block]`: the narrower dtype in which it
+    travels, if any. `version`: of the slot map they were made by. `versions` (asynchronous): of the blocks
+    that gradients are computed from."""
 
     def __init__(
         self, routes: Routes, dtypes: Sequence[Narrow | None], versions: Mapping[int, int] | None = None
@@ -178,7 +184,9 @@ class Outboxes(dict[int, Outbox]):
         self._versions = {} if versions is None else dict(versions)
         self._rows = 0
 
-    def add(self, block: int, lanes: Interval, count: int, result: NodeResult | None, payload: memoryview) -> None:
+    def add(
+        self, block: int, lanes: Interval, count: int, result: NodeResult | None, payload: memoryview
+    ) -> None:
         """A finished block of `lanes`, which have `count` records together."""
         item = _head(block, lanes, count, self._dtypes[block], self._versions.get(block))
         if result is not None:
@@ -199,7 +207,8 @@ class Outboxes(dict[int, Outbox]):
 
     @property
     def first(self) -> tuple[int, ...]:
-        """The lanes whose data came from this trainer first, at one parameter server: the same one for all trainers."""
+        """The lanes whose data came from this trainer first, at one parameter server: the same one for all
+        trainers."""
         return self[min(self)].first if self else ()
 
     def close(self) -> None:
@@ -209,7 +218,8 @@ class Outboxes(dict[int, Outbox]):
 
 
 class NodeSink:
-    """A BlockSink: puts each finished block of `node`, a group of lanes, into the outbox of the block's owner. To be used in the event loop."""
+    """A BlockSink: puts each finished block of `node`, a group of lanes, into the outbox of the block's
+    owner. To be used in the event loop."""
 
     def __init__(
         self,
@@ -219,8 +229,8 @@ class NodeSink:
         result: Callable[[], NodeResult] | None = None,
         lanes: Interval | None = None,
     ) -> None:
-        """`result`, known by the first of the blocks, goes to each parameter server with the first block for it. `lanes`: as which the node is
-        pushed, if not as itself."""
+        """`result`, known by the first of the blocks, goes to each parameter server with the first block for
+        it. `lanes`: as which the node is pushed, if not as itself."""
         self._outboxes, self._node, self._compute, self._result = outboxes, node, compute, result
         self._lanes = lanes or node
         self._unaware = set(outboxes) if result is not None else set()
@@ -236,8 +246,8 @@ class NodeSink:
 
 
 class Verdict(Enum):
-    """From good to bad. SKIPPED: given up, nobody answered. MOVED: another parameter server has some blocks, or will have them in a
-    moment. BEHIND: the ledger expects an earlier minibatch."""
+    """From good to bad. SKIPPED: given up, nobody answered. MOVED: another parameter server has some blocks,
+    or will have them in a moment. BEHIND: the ledger expects an earlier minibatch."""
 
     ACKNOWLEDGED = "acknowledged"
     SKIPPED = "skipped"
@@ -263,7 +273,8 @@ _ORDER = {found: place for place, found in enumerate(Verdict)}
 
 
 class Pushes:
-    """Pushes of one trainer. `again`: whether a step begins again in another generation, so that what was acknowledged before does not count."""
+    """Pushes of one trainer. `again`: whether a step begins again in another generation, so that what was
+    acknowledged before does not count."""
 
     def __init__(self, fleet: FleetClient, router: RowRouter, *, again: bool) -> None:
         self._fleet, self._router, self._again = fleet, router, again
@@ -275,7 +286,8 @@ class Pushes:
     async def pushing(
         self, header: PushHeader, outboxes: Mapping[int, Outbox], skip_after_s: float | None = None
     ) -> AsyncIterator[dict[int, Verdict]]:
-        """Push to all parameter servers while the block of code fills the outboxes. After the block, the dict has the verdict of each."""
+        """Push to all parameter servers while the block of code fills the outboxes. After the block, the dict
+        has the verdict of each."""
         verdicts: dict[int, Verdict] = {}
         routes = outboxes.routes if isinstance(outboxes, Outboxes) else None
         async with SingleErrorGroup() as group:
@@ -287,11 +299,13 @@ class Pushes:
         for push in pushes:
             _join(verdicts, push.result())
 
-    async def push(self, index: int, header: PushHeader, outbox: Outbox, skip_after_s: float | None = None) -> Verdict:
+    async def push(
+        self, index: int, header: PushHeader, outbox: Outbox, skip_after_s: float | None = None
+    ) -> Verdict:
         """ACKNOWLEDGED: every block. STALE, FENCED: the header's generation or attempt is over.
 
-        In asynchronous mode also BEHIND: the pserver came back from a checkpoint; SKIPPED: it gave no answer for
-        `skip_after_s`. Blocks that moved meanwhile are pushed to their new owners.
+        In asynchronous mode also BEHIND: the pserver came back from a checkpoint; SKIPPED: it gave no answer
+        for `skip_after_s`. Blocks that moved meanwhile are pushed to their new owners.
         """
         return worst((await self._push(index, header, outbox, skip_after_s)).values())
 
@@ -303,7 +317,8 @@ class Pushes:
         skip_after_s: float | None = None,
         routes: Routes | None = None,
     ) -> dict[int, Verdict]:
-        """The verdict of each parameter server that got some of the blocks. `routes`: the slot map that put them together."""
+        """The verdict of each parameter server that got some of the blocks. `routes`: the slot map that put
+        them together."""
         if not await outbox.started():
             return {index: Verdict.ACKNOWLEDGED}
         backoff, refusals = Backoff(f"pushing step {header.step} to pserver-{index}"), 0
@@ -323,7 +338,9 @@ class Pushes:
                     return {index: Verdict.STALE}
                 await self._fleet.suspect(index, error)
                 if routes is not None and self._fleet.routes.version != routes.version:
-                    return await self._push_again(index, header, outbox, await outbox.items(), routes, skip_after_s)
+                    return await self._push_again(
+                        index, header, outbox, await outbox.items(), routes, skip_after_s
+                    )
                 problem: object = error
             else:
                 self._fleet.silence.answered(index)
@@ -342,7 +359,9 @@ class Pushes:
                         return {index: Verdict.STALE}
                     rows_moved = ROWS in moved and self._fleet.routes.version != before.version
                     if rows_moved or self._fleet.routes.split(moved - {ROWS}).keys() - {index}:
-                        more = await self._push_again(index, header, outbox, rest, before, skip_after_s, everything)
+                        more = await self._push_again(
+                            index, header, outbox, rest, before, skip_after_s, everything
+                        )
                         return _join({index: Verdict.ACKNOWLEDGED}, more)
                     outbox, routes = Outbox.part(rest, everything, outbox.rows), self._fleet.routes
                     backoff.waited(problem)
@@ -365,8 +384,9 @@ class Pushes:
         skip_after_s: float | None,
         everything: Sequence[tuple[PushBlock, memoryview]] = (),
     ) -> dict[int, Verdict]:
-        """Blocks of an outbox to their owners by the newest slot map. `everything`: if they are a part of it. `before`: the map that put them together.
-        Rows go to all that have other slots now, and to the one that was asked, whole lanes: each takes those that it lacks."""
+        """Blocks of an outbox to their owners by the newest slot map. `everything`: if they are a part of it.
+        `before`: the map that put them together. Rows go to all that have other slots now, and to the one
+        that was asked, whole lanes: each takes those that it lacks."""
         routes, boxes = self._fleet.routes, dict[int, list[tuple[PushBlock, memoryview]]]()
         for item in items:
             if item[0].block != ROWS:
@@ -376,11 +396,19 @@ class Pushes:
             pushed = outbox.rows[lane]
             for index, part in self._router.row_parts(routes, pushed.rows).items():
                 if index in lacking:
-                    boxes.setdefault(index, []).append((pushed.head(lane, index, part, routes.version), part.payload))
+                    boxes.setdefault(index, []).append(
+                        (pushed.head(lane, index, part, routes.version), part.payload)
+                    )
         async with SingleErrorGroup() as group:
             pushes = [
                 group.create_task(
-                    self._push(index, header, Outbox.part(box, everything or items, outbox.rows), skip_after_s, routes)
+                    self._push(
+                        index,
+                        header,
+                        Outbox.part(box, everything or items, outbox.rows),
+                        skip_after_s,
+                        routes,
+                    )
                 )
                 for index, box in sorted(boxes.items())
             ]
@@ -390,8 +418,9 @@ class Pushes:
         return verdicts
 
     async def claim(self, header: PushHeader) -> None:
-        """Once this returns, the parameter servers refuse other data of the header's lanes in its step. Raises StepTorn if one has
-        such data already (the job will go back to a checkpoint), StaleGeneration."""
+        """Once this returns, the parameter servers refuse other data of the header's lanes in its step.
+        Raises StepTorn if one has such data already (the job will go back to a checkpoint),
+        StaleGeneration."""
 
         async def ask(routes: Routes, index: int) -> object:
             claim = header.with_fields(slots=routes.version)
@@ -437,4 +466,6 @@ def is_moving(answer: PushAnswer) -> bool:
 
 def moved_blocks(answer: PushAnswer) -> frozenset[int]:
     """The blocks that have to be pushed to another parameter server."""
-    return frozenset(refused.block for refused in answer.refused if _VERDICTS.get(refused.code) is Verdict.MOVED)
+    return frozenset(
+        refused.block for refused in answer.refused if _VERDICTS.get(refused.code) is Verdict.MOVED
+    )

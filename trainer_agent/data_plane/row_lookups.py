@@ -1,4 +1,5 @@
-"""Rows of embedding tables from all parameter servers: each is asked for the ids of its slots, until all are there.
+"""Rows of embedding tables from all parameter servers: each is asked for the ids of its slots, until all are
+there.
 
 ids of each table ──by slot──► parameter servers ──rows at one version──► rows, in the order of the ids
 
@@ -48,7 +49,8 @@ ALL = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Rows of `ids` at `version`, sent as `dtype`, each at its place (`places`) in `found`; a list item for each table."""
+    """Rows of `ids` at `version`, sent as `dtype`, each at its place (`places`) in `found`; a list item for
+    each table."""
 
     version: int | None
     ids: Sequence[Ids]
@@ -57,13 +59,16 @@ class _Wanted:
     dtype: Narrow | None
 
     def where(self, chosen: Sequence[Chosen]) -> _Wanted:
-        ids, places = ([each[own] for each, own in zip(some, chosen, strict=True)] for some in (self.ids, self.places))
+        ids, places = (
+            [each[own] for each, own in zip(some, chosen, strict=True)] for some in (self.ids, self.places)
+        )
         return _Wanted(self.version, ids, self.found, places, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Gradients of rows for one parameter server. `counts`: how many of each table; `dtype`: of the gradients in the payload, if it is not float32."""
+    """Gradients of rows for one parameter server. `counts`: how many of each table; `dtype`: of the gradients
+    in the payload, if it is not float32."""
 
     counts: tuple[int, ...]
     payload: memoryview
@@ -71,7 +76,8 @@ class RowPart:
 
 
 class RowRouter:
-    """Which parameter server owns which rows of the embedding tables, and a lane's gradients of rows by their owners."""
+    """Which parameter server owns which rows of the embedding tables, and a lane's gradients of rows by their
+    owners."""
 
     def __init__(self, layout: Layout, gradient_dtype: Transported = "float32") -> None:
         self._layout, self._dtype = layout, narrow_of(gradient_dtype)
@@ -96,8 +102,9 @@ class RowRouter:
         return {index: [own[part] for part in parts] for index in everyone for own in [owner_of == index]}
 
     def row_parts(self, routes: Routes, lane: Sequence[LaneRows]) -> dict[int, RowPart]:
-        """A lane's gradients, by index of each parameter server that owns slots. One that gets none is told so: then it knows that nothing
-        is missing. Raises UserCodeError: the gradients do not fit their dtype."""
+        """A lane's gradients, by index of each parameter server that owns slots. One that gets none is told
+        so: then it knows that nothing is missing. Raises UserCodeError: the gradients do not fit their
+        dtype."""
         parts, dtype = {}, self._dtype
         for index, chosen in self.split_ids(routes, [rows.ids for rows in lane]).items():
             ids = [rows.ids[own] for rows, own in zip(lane, chosen, strict=True)]
@@ -113,7 +120,8 @@ class RowRouter:
 
     def mean_rows(self, minibatches: Sequence[Sequence[LaneRows]]) -> Sequence[LaneRows]:
         """The mean over several minibatches, of each table."""
-        from trireme_shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415  only where there are tables: it loads numba
+        # only where there are tables: it loads numba
+        from trireme_shared.tables.lanes import mean_over_minibatches  # noqa: PLC0415
 
         return mean_over_minibatches(minibatches, self.dims)
 
@@ -126,7 +134,9 @@ def narrow_of(dtype: Transported) -> Narrow | None:
 class RowLookups:
     """Rows of the embedding tables, from all parameter servers. They travel in `parameter_dtype`."""
 
-    def __init__(self, fleet: FleetClient, router: RowRouter, parameter_dtype: Transported = "float32") -> None:
+    def __init__(
+        self, fleet: FleetClient, router: RowRouter, parameter_dtype: Transported = "float32"
+    ) -> None:
         self._fleet, self._router, self._narrow = fleet, router, narrow_of(parameter_dtype)
         self._row_versions: dict[tuple[int, int], int] = {}
 
@@ -134,16 +144,20 @@ class RowLookups:
         return f"<RowLookups of {len(self._router.dims)} tables>"
 
     def take_row_versions(self) -> dict[tuple[int, int], int]:
-        """Asynchronous: the lowest version of rows that were looked up since the last time, by slot map version and parameter server."""
+        """Asynchronous: the lowest version of rows that were looked up since the last time, by slot map
+        version and parameter server."""
         found, self._row_versions = self._row_versions, {}
         return found
 
     async def lookup(self, version: int | None, ids: Sequence[Ids], *, exact: bool = False) -> list[Rows]:
-        """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once. Waits until the
-        parameter servers have the version. `exact`: in full precision, whatever parameter_dtype is. Raises Gone if it is no longer kept, InvalidArgument if
-        rows do not fit the dtype, StaleGeneration."""
+        """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table
+        int64 (n,), ascending, each once. Waits until the parameter servers have the version. `exact`: in full
+        precision, whatever parameter_dtype is. Raises Gone if it is no longer kept, InvalidArgument if rows
+        do not fit the dtype, StaleGeneration."""
         dtype = None if exact else self._narrow
-        found = [np.empty((len(some), dim), np.float32) for some, dim in zip(ids, self._router.dims, strict=True)]
+        found = [
+            np.empty((len(some), dim), np.float32) for some, dim in zip(ids, self._router.dims, strict=True)
+        ]
         await self._fill(_Wanted(version, ids, found, [np.arange(len(some)) for some in ids], dtype))
         return found
 
@@ -162,7 +176,11 @@ class RowLookups:
         while True:
             await self._fleet.be_certain(backoff)
             request = LookupRequest(
-                **self._fleet.envelope(), version=wanted.version, rows=counts, wait_s=LOOKUP_WAIT_S, dtype=wanted.dtype
+                **self._fleet.envelope(),
+                version=wanted.version,
+                rows=counts,
+                wait_s=LOOKUP_WAIT_S,
+                dtype=wanted.dtype,
             )
             try:
                 end, rows = await self._fleet.port(index).lookup(request, payload)
@@ -177,14 +195,18 @@ class RowLookups:
                 continue
             match end.code:
                 case "OK":
-                    if rows.nbytes != size_of(counts, self._router.dims, ids=False, rows=True, dtype=wanted.dtype):
+                    if rows.nbytes != size_of(
+                        counts, self._router.dims, ids=False, rows=True, dtype=wanted.dtype
+                    ):
                         raise BadFrame(f"pserver-{index} sent {rows.nbytes} bytes for {sum(counts)} rows")
                     parts = rows_in(rows, counts, self._router.dims, ids=False, dtype=wanted.dtype)
                     for into, place, part in zip(wanted.found, wanted.places, parts, strict=True):
                         into[place if len(place) < len(into) else ALL] = part
                     if end.version is not None:
                         source = routes.version, index
-                        self._row_versions[source] = min(end.version, self._row_versions.get(source, end.version))
+                        self._row_versions[source] = min(
+                            end.version, self._row_versions.get(source, end.version)
+                        )
                     return
                 case "GONE":
                     raise Gone(end.message)
@@ -203,8 +225,9 @@ class RowLookups:
     # ------------------------------------------------------------ whole tables
 
     async def count_rows(self, table: int, version: int | None) -> int:
-        """How many rows the table has at the newest version (`version` None: whichever that is), maybe with some that are expired.
-        Raises Gone: there is a newer version; DeadlineExceeded: a parameter server stays away."""
+        """How many rows the table has at the newest version (`version` None: whichever that is), maybe with
+        some that are expired. Raises Gone: there is a newer version; DeadlineExceeded: a parameter server
+        stays away."""
 
         async def ask(routes: Routes, index: int) -> int:
             end, _ = await self._portion(routes, index, version, table, self._fleet.layout.slot_count)
@@ -213,7 +236,8 @@ class RowLookups:
         return sum(await self._fleet.ask_all(ask))
 
     async def whole_table(self, table: int, version: int | None) -> Part:
-        """All ids of the table, int64 (n,), ascending, and its rows, float32 (n, dim). `version` and errors as in `count_rows`."""
+        """All ids of the table, int64 (n,), ascending, and its rows, float32 (n, dim). `version` and errors
+        as in `count_rows`."""
         dim = self._router.dims[table]
 
         async def ask(routes: Routes, index: int) -> list[Part]:

@@ -1,4 +1,5 @@
-"""What the synchronous loop needs of a step, and how parameter servers give it: push this trainer's lanes, bring the next version, know which versions are kept.
+"""What the synchronous loop needs of a step, and how parameter servers give it: push this trainer's lanes,
+bring the next version, know which versions are kept.
 
 StepExchange        the protocol
 ParameterServers    they keep the parameters, and step them once they have the gradients of all lanes
@@ -32,16 +33,19 @@ class RowReader(Protocol):
     """Rows of the embedding tables, as lookups and exports read them."""
 
     async def lookup(self, version: int | None, ids: Sequence[Ids], *, exact: bool = False) -> list[Rows]:
-        """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table int64 (n,), ascending, each once.
-        Waits until the version is there. Raises Gone, InvalidArgument, StaleGeneration."""
+        """The rows at `version` (None: the newest ones): of each table float32 (n, dim). `ids`: of each table
+        int64 (n,), ascending, each once. Waits until the version is there. Raises Gone, InvalidArgument,
+        StaleGeneration."""
         ...
 
     async def count_rows(self, table: int, version: int | None) -> int:
-        """How many rows the table has at the newest version. Raises Gone: that is not `version`; DeadlineExceeded."""
+        """How many rows the table has at the newest version. Raises Gone: that is not `version`;
+        DeadlineExceeded."""
         ...
 
     async def whole_table(self, table: int, version: int | None) -> tuple[Ids, Rows]:
-        """All ids, int64 (n,), ascending, and rows, float32 (n, dim), at the newest version. Raises as `count_rows`."""
+        """All ids, int64 (n,), ascending, and rows, float32 (n, dim), at the newest version. Raises as
+        `count_rows`."""
         ...
 
 
@@ -65,16 +69,18 @@ class StepExchange(Protocol):
     # ------------------------------------------------------------ versions
 
     def joined(self, timeline: int, known: StepRecord | None) -> AbstractAsyncContextManager[StepRecord]:
-        """Give the version in use to this trainer's steps, which are made in the block. It is `known` if that still holds. Nobody else changes the
-        parameters until the block ends. Raises Gone: no version can be joined; StaleGeneration."""
+        """Give the version in use to this trainer's steps, which are made in the block. It is `known` if that
+        still holds. Nobody else changes the parameters until the block ends. Raises Gone: no version can be
+        joined; StaleGeneration."""
         ...
 
     async def pull(
         self, version: int | None, *, exact: bool = False, results_from: int | None = None
     ) -> StepRecord | None:
-        """Bring the version after the one in use (None: the newest one), and return its record: None if nobody has that any more. `use_next` puts
-        it into use. `exact`: in full precision, whatever the job's parameter_dtype is. `results_from`: `results` will be those of steps from this
-        one on, as far as they are kept. Raises Gone: the version is no longer kept; InvalidArgument, UserCodeError."""
+        """Bring the version after the one in use (None: the newest one), and return its record: None if
+        nobody has that any more. `use_next` puts it into use. `exact`: in full precision, whatever the job's
+        parameter_dtype is. `results_from`: `results` will be those of steps from this one on, as far as they
+        are kept. Raises Gone: the version is no longer kept; InvalidArgument, UserCodeError."""
         ...
 
     async def use_next(self) -> None:
@@ -90,11 +96,13 @@ class StepExchange(Protocol):
         ...
 
     async def version_stays(self) -> None:
-        """Called again and again while the version in use is not stepped for long; the members may be others than when it came into use."""
+        """Called again and again while the version in use is not stepped for long; the members may be others
+        than when it came into use."""
         ...
 
     def checkpoint_again(self) -> CheckpointRequest | None:
-        """A checkpoint that the owner of lane 0 asks for by itself, in place of one that was lost; None: there is none."""
+        """A checkpoint that the owner of lane 0 asks for by itself, in place of one that was lost; None:
+        there is none."""
         ...
 
     @property
@@ -104,28 +112,32 @@ class StepExchange(Protocol):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the gradient of the step that made the version which was pulled last, if it was measured."""
+        """The norm of the gradient of the step that made the version which was pulled last, if it was
+        measured."""
         ...
 
     # ------------------------------------------------------------ pushes
 
     async def begin_step(self, step: int) -> None:
-        """Returns once the memory of this trainer's gradients may be overwritten: it begins `step`, maybe once more."""
+        """Returns once the memory of this trainer's gradients may be overwritten: it begins `step`, maybe
+        once more."""
         ...
 
     def pushing(
         self, header: PushHeader, outboxes: Mapping[int, Outbox]
     ) -> AbstractAsyncContextManager[dict[int, Verdict]]:
-        """Push what the block of code puts into the outboxes. After the block, the dict has a verdict of each receiver."""
+        """Push what the block of code puts into the outboxes. After the block, the dict has a verdict of each
+        receiver."""
         ...
 
     async def claim(self, header: PushHeader) -> None:
-        """Once this returns, other data of the header's lanes in its step is refused. Raises StepTorn: some block has such data already, so the
-        job will go back to a checkpoint; StaleGeneration."""
+        """Once this returns, other data of the header's lanes in its step is refused. Raises StepTorn: some
+        block has such data already, so the job will go back to a checkpoint; StaleGeneration."""
         ...
 
     async def missing(self, number: int, step: int) -> tuple[Interval, ...]:
-        """The lanes that `step` lacks, as one receiver of pushes says; `number` chooses it. Raises PeerError."""
+        """The lanes that `step` lacks, as one receiver of pushes says; `number` chooses it. Raises
+        PeerError."""
         ...
 
 
@@ -137,7 +149,8 @@ def found(record: StepRecord | None, version: int) -> StepRecord:
 
 
 class ParameterServers:
-    """All parameter servers of the job, as one trainer uses them. An asynchronous loop also uses `pulls` and `ledgers`."""
+    """All parameter servers of the job, as one trainer uses them. An asynchronous loop also uses `pulls` and
+    `ledgers`."""
 
     #: what a parameter server has acknowledged stays so, whoever the trainers are by then
     makes_steps_again = False
@@ -166,7 +179,8 @@ class ParameterServers:
 
     @asynccontextmanager
     async def joined(self, timeline: int, known: StepRecord | None) -> AsyncIterator[StepRecord]:
-        """Pulls the lowest version in force, unless `known` is in use. Nobody else changes the parameters in use."""
+        """Pulls the lowest version in force, unless `known` is in use. Nobody else changes the parameters in
+        use."""
         if known is None:
             version = min(info.lowest for info in await self.fleet.infos(timeline))
             known = found(await self.pull(version), version)
@@ -215,13 +229,15 @@ class ParameterServers:
         yield
 
     async def settle(self, version: int) -> None:
-        """Returns at once: parameter servers that die go on from a checkpoint, whoever of the trainers has the version."""
+        """Returns at once: parameter servers that die go on from a checkpoint, whoever of the trainers has
+        the version."""
 
     async def version_stays(self) -> None:
         """Parameter servers save what they have without their trainers."""
 
     def checkpoint_again(self) -> CheckpointRequest | None:
-        """None: parameter servers that died before their part was written go on from an earlier checkpoint."""
+        """None: parameter servers that died before their part was written go on from an earlier
+        checkpoint."""
         return None
 
     @property
@@ -251,12 +267,15 @@ class ParameterServers:
     # ------------------------------------------------------------ asynchronous
 
     async def ledgers(self, query: LedgerQuery, skip_after_s: float | None = None) -> dict[int, LedgerAnswer]:
-        """Ask all parameter servers for their ledgers. The answers are by index; a parameter server that gave none for `skip_after_s` is missing."""
+        """Ask all parameter servers for their ledgers. The answers are by index; a parameter server that gave
+        none for `skip_after_s` is missing."""
 
         async def ask(routes: Routes, index: int) -> tuple[int, LedgerAnswer | None]:
             question = query.with_fields(slots=routes.version)
             try:
-                return index, await self.fleet.ask(index, lambda port: port.ledger(question), skip_after_s, routes)
+                return index, await self.fleet.ask(
+                    index, lambda port: port.ledger(question), skip_after_s, routes
+                )
             except Unanswered:
                 return index, None
 

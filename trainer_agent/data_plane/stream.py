@@ -1,13 +1,16 @@
-"""The trainer's end of streams (shared/trireme_shared/serving/transport/stream.py): one connection to each server of blocks, pushes and pulls at the same time.
+"""The trainer's end of streams (shared/trireme_shared/serving/transport/stream.py): one connection to each
+server of blocks, pushes and pulls at the same time.
 
-    none --first call--> connected --calls, by id--> ... --an error, a timeout, a cancelled call--> none, calls in flight fail
+    none --first call--> connected --calls, by id--> ... --an error, a timeout, a cancelled call--> none,
+        calls in flight fail
 
-A call that does not come to its end takes the connection with it: no byte of it can arrive anywhere afterwards. The next
-call connects again.
+A call that does not come to its end takes the connection with it: no byte of it can arrive anywhere
+afterwards. The next call connects again.
 
 TrainerStream is such a connection with its calls in flight, by id, and the memory that both ends share:
 
-    call ─► frames ─► answered       given up before its answer, or what came with an answer is lost ─► the connection is over
+    call ─► frames ─► answered       given up before its answer, or what came with an answer is lost
+        ─► the connection is over
 """
 
 from __future__ import annotations
@@ -77,7 +80,8 @@ log = telemetry.logger("stream")
 
 
 class _Call:
-    """One request in flight; `answer` is its last frame. `lent`: the regions that the pserver may read for it."""
+    """One request in flight; `answer` is its last frame. `lent`: the regions that the pserver may read for
+    it."""
 
     def __init__(self, sink: Sink | None = None, placed: Placed | None = None) -> None:
         self.sink, self.placed = sink, placed
@@ -99,7 +103,8 @@ class TrainerStream(FrameStream):
         self._into: _Call | None = None
         self._item: PulledBlock | None = None
         self.memory = TrainerMemory(name)
-        self._offering = asyncio.Lock()  # nothing refers to a region before it is known whether the peer reads it
+        # nothing refers to a region before it is known whether the peer reads it
+        self._offering = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<TrainerStream to {self._name}: {len(self.calls)} calls>"
@@ -113,7 +118,8 @@ class TrainerStream(FrameStream):
         self, kind: str, message: Record, sink: Sink | None = None, placed: Placed | None = None
     ) -> Iterator[tuple[int, _Call]]:
         """Opens a request; leaving before its answer closes the connection."""
-        number = next(number for number in count(1) if number not in self.calls)  # few numbers: headers come again
+        # few numbers: headers come again
+        number = next(number for number in count(1) if number not in self.calls)
         call = self.calls[number] = _Call(sink, placed)
         try:
             self.send_map({"id": number, "call": kind, "message": codec.plain(message)})
@@ -126,7 +132,8 @@ class TrainerStream(FrameStream):
             self.calls.pop(number, None)
 
     async def taken(self, limit_s: float) -> None:
-        """Wait until the transport refers to nothing that was sent, and it is the stream's turn. Raises DeadlineExceeded, and why the stream is over."""
+        """Wait until the transport refers to nothing that was sent, and it is the stream's turn. Raises
+        DeadlineExceeded, and why the stream is over."""
         while (self.paused or self.rests) and self.usable:
             since = self.paused_at if self.paused else clock.monotonic()
             self._writable.clear()
@@ -139,7 +146,8 @@ class TrainerStream(FrameStream):
             raise self.failure or PeerError(f"{self._name} closed the stream")
 
     async def answered(self, call: _Call, limit_s: float) -> codec.Fields:
-        """The last frame. Raises the error it carries; DeadlineExceeded if nothing comes from the peer for `limit_s`."""
+        """The last frame. Raises the error it carries; DeadlineExceeded if nothing comes from the peer for
+        `limit_s`."""
         start = clock.monotonic()
         while not call.answer.done():
             try:
@@ -153,14 +161,16 @@ class TrainerStream(FrameStream):
     # ------------------------------------------------------------ shared memory
 
     async def share(self, limit_s: float) -> None:
-        """Let each side read the other's memory from now on. Raises what stands against it; the stream goes on without."""
+        """Let each side read the other's memory from now on. Raises what stands against it; the stream goes
+        on without."""
         peer = peer_of(self.transport and self.transport.get_extra_info("socket"))
         offers = await self._offer(Offers(), limit_s)
         if self.usable:  # else nothing would unmap it
             self.memory.begin(peer, offers)
 
     async def refer(self, call: _Call, payload: memoryview, limit_s: float) -> Place | None:
-        """How the pserver finds a payload, which is lent to it until the call is answered; None: it has to be sent."""
+        """How the pserver finds a payload, which is lent to it until the call is answered; None: it has to be
+        sent."""
         home = self.memory.home_of(payload)
         if home is None:
             return None
@@ -181,8 +191,9 @@ class TrainerStream(FrameStream):
         return number, offset, payload.nbytes
 
     async def _offer(self, offers: Offers, limit_s: float) -> Offers:
-        """Both sides offer a memory once, and refuse it once. Cancelled when the answer has come already, the task would leave with it unread, and later blocks
-        would refer to memory that one side does not know: so the connection is over, too."""
+        """Both sides offer a memory once, and refuse it once. Cancelled when the answer has come already, the
+        task would leave with it unread, and later blocks would refer to memory that one side does not know:
+        so the connection is over, too."""
         with self.call("share", offers) as (_, call):
             try:
                 return codec.read(Offers, await self.answered(call, limit_s))
@@ -198,7 +209,8 @@ class TrainerStream(FrameStream):
         call.took += 1
 
     def _say_taken(self, number: int, call: _Call) -> None:
-        """A few at once, as long as more of them come. A connection that is over rests for ever, and there is nobody to tell."""
+        """A few at once, as long as more of them come. A connection that is over rests for ever, and there is
+        nobody to tell."""
         if not self.usable:
             return
         if self.rests and call.took < HEADS:
@@ -220,11 +232,15 @@ class TrainerStream(FrameStream):
     def prepare(self, header: codec.Fields) -> tuple[int, PulledBlock | LookupIds, Place | None]:
         number, at = header.pop("id", None), place_in(header)
         if not isinstance(number, int):
-            raise BadFrame(f"{self._name} sent a block whose id is {number!r}: expected that of a pull or a lookup")
+            raise BadFrame(
+                f"{self._name} sent a block whose id is {number!r}: expected that of a pull or a lookup"
+            )
         item = codec.read(LookupIds, header) if "lookup" in header else codec.read(PulledBlock, header)
         return number, item, at
 
-    def place(self, header: tuple[int, PulledBlock | LookupIds, Place | None], size: int) -> memoryview | None:
+    def place(
+        self, header: tuple[int, PulledBlock | LookupIds, Place | None], size: int
+    ) -> memoryview | None:
         number, item, at = header
         call = self.calls.get(number)
         if isinstance(item, LookupIds):
@@ -323,12 +339,14 @@ class TrainerStream(FrameStream):
             call.answer.set_exception(error)
 
     def _silent(self, seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{self._name}: nothing moved on the stream for {seconds:g} s", silent_s=seconds)
+        return DeadlineExceeded(
+            f"{self._name}: nothing moved on the stream for {seconds:g} s", silent_s=seconds
+        )
 
 
 class StreamPserver(HttpPserver):
-    """A PserverPort: pushes, pulls and lookups on the stream, over the UNIX socket if the member is on this host, else TCP; the
-    rest as plain requests. Close it (`async with`).
+    """A PserverPort: pushes, pulls and lookups on the stream, over the UNIX socket if the member is on this
+    host, else TCP; the rest as plain requests. Close it (`async with`).
 
     `share`: over a UNIX socket, each side reads payloads where the other has them, if both can."""
 
@@ -344,7 +362,8 @@ class StreamPserver(HttpPserver):
         super().__init__(member, token, tls=tls, stall_s=stall_s)
         self.stream: TrainerStream | None = None
         self._connecting = asyncio.Lock()
-        self._failed: tuple[float, PeerError] | None = None  # when the last attempt to connect failed, and why
+        # when the last attempt to connect failed, and why
+        self._failed: tuple[float, PeerError] | None = None
         self._share = share
 
     def __repr__(self) -> str:
@@ -355,12 +374,15 @@ class StreamPserver(HttpPserver):
             await self.stream.close()
         await super().close()
 
-    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+    async def push(
+        self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]
+    ) -> PushAnswer:
         """Payloads must stay unchanged until this returns."""
         stream = await self._connected()
         with stream.call("push", header) as (number, call):
             try:
-                async with leave_when_done(call.answer):  # an answer before the end is a refusal: send no more
+                # an answer before the end is a refusal: send no more
+                async with leave_when_done(call.answer):
                     async for item, payload in blocks:
                         view = memoryview(payload).cast("B")
                         await stream.taken(self._stall_s)
@@ -376,7 +398,8 @@ class StreamPserver(HttpPserver):
                             stream.send(head, view)
                         await stream.taken(self._stall_s)
             except BaseException:
-                if call.answer.done():  # refused: over there it is open until its end, and its number is used again
+                # refused: over there it is open until its end, and its number is used again
+                if call.answer.done():
                     stream.send_map({"id": number, "end": True})
                 raise
             stream.send_map({"id": number, "end": True})
@@ -416,10 +439,14 @@ class StreamPserver(HttpPserver):
         name = f"{self.member.name} at {self.member.url}"
         uds = socket_of(self.member)
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
-        self._share = self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)
+        self._share = (
+            self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)
+        )
         try:
             url, meant = self.member.url, self.member.incarnation
-            stream = await upgrade(url, make, meant, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s)
+            stream = await upgrade(
+                url, make, meant, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s
+            )
         except PeerError as error:
             if isinstance(error, UpgradeRefused):
                 log.warning("upgrade_refused", pserver=self.member.name, cause=error.message)
@@ -492,12 +519,14 @@ async def leave_when_done(future: asyncio.Future[Any]) -> AsyncIterator[None]:
 
 
 def waits_s(request: PullRequest) -> float:
-    """How long the pserver may wait before it sends the first block: a pull of what is there does not wait."""
+    """How long the pserver may wait before it sends the first block: a pull of what is there does not
+    wait."""
     return 0.0 if request.version is None else request.wait_s
 
 
 class Connections(AbstractAsyncContextManager["Connections"]):
-    """A port to each incarnation of each pserver, opened when first asked for; in collective jobs, of the other trainers."""
+    """A port to each incarnation of each pserver, opened when first asked for; in collective jobs, of the
+    other trainers."""
 
     def __init__(self, settings: Settings, stall_s: float) -> None:
         self._settings, self._stall_s = settings, stall_s
@@ -518,8 +547,8 @@ class Connections(AbstractAsyncContextManager["Connections"]):
             closing.add_done_callback(self._closing.discard)
 
     def follow(self, directory: Directory) -> None:
-        """Close the ports to parameter servers that are gone for good: another process has its place, or its place has no slots any more. One that is only
-        not registered may come back."""
+        """Close the ports to parameter servers that are gone for good: another process has its place, or its
+        place has no slots any more. One that is only not registered may come back."""
         there, slots = directory.pservers, directory.slots
 
         def stays(member: PserverMember) -> bool:
@@ -540,8 +569,11 @@ class Connections(AbstractAsyncContextManager["Connections"]):
             member = member.with_fields(uds="")
         elif transport != "auto" and not socket_of(member):
             raise InvalidArgument(
-                f"TRIREME_TRANSPORT is {transport}, but {member.name} on {member.host} has no UNIX socket that is open "
+                f"TRIREME_TRANSPORT is {transport}, but {member.name} on {member.host} has no UNIX "
+                "socket that is open "
                 f"to this process on {socket.gethostname()}",
                 hint="use auto, or give the parameter server a TRIREME_UDS that both can reach",
             )
-        return StreamPserver(member, token, tls=self._tls, stall_s=stall_s, share=transport in {"auto", "shm"})
+        return StreamPserver(
+            member, token, tls=self._tls, stall_s=stall_s, share=transport in {"auto", "shm"}
+        )

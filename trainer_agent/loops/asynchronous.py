@@ -1,11 +1,13 @@
 """Asynchronous training: tasks from one stream, a push every n minibatches, a pull every m.
 
-    task (attempt > 1: resume at the lowest ledger entry) ─► minibatches [start, end) ─► weighted mean ─► push ─► pull
+    task (attempt > 1: resume at the lowest ledger entry) ─► minibatches [start, end) ─► weighted mean
+        ─► push ─► pull
 
-A push always covers minibatches [k n, (k + 1) n) of its task, in every attempt, and the ledger of each block applies each
-minibatch exactly once. A pserver that came back from a checkpoint expects earlier minibatches: the task resumes at its lowest
-ledger entry again. A pserver that gives no answer may be skipped while others answer; what it missed is reported with the task.
-With `max_staleness` a trainer waits before a minibatch while another one computes with much older parameters (BoundedStaleness).
+A push always covers minibatches [k n, (k + 1) n) of its task, in every attempt, and the ledger of each block
+applies each minibatch exactly once. A pserver that came back from a checkpoint expects earlier minibatches:
+the task resumes at its lowest ledger entry again. A pserver that gives no answer may be skipped while others
+answer; what it missed is reported with the task. With `max_staleness` a trainer waits before a minibatch
+while another one computes with much older parameters (BoundedStaleness).
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Behind(Exception):
 
 
 class AsyncLoop:
-    """`run` until there is nothing to train. It returns the task of another kind that the master gave instead, if any.
+    """`run` until there is nothing to train. It returns the task of another kind that the master gave
+    instead, if any.
 
     `initial`: the schedule's state before any step; after a rollback the schedule starts there again."""
 
@@ -170,7 +173,8 @@ class AsyncLoop:
         return await self._given_ahead()
 
     async def _given_ahead(self) -> Task | None:
-        """Training is over. A task of another kind that this trainer got when it asked ahead: nobody else will do it."""
+        """Training is over. A task of another kind that this trainer got when it asked ahead: nobody else
+        will do it."""
         if self._next is None or self._stopping.is_set() or self._duty().duty is Duty.LEAVE:
             return None
         ahead, self._next = await outcome_of(self._next), None
@@ -180,7 +184,8 @@ class AsyncLoop:
         return not self._stopping.is_set() and self._duty().duty in (Duty.TRAIN, Duty.WAIT)
 
     async def _may_go_on(self) -> bool:
-        """Between minibatches: waits while the job is paused. False if training is over or this trainer is asked to stop."""
+        """Between minibatches: waits while the job is paused. False if training is over or this trainer is
+        asked to stop."""
         while self._is_to_train():
             if self._duty().duty is not Duty.WAIT or self._pauses.lifted:
                 return True
@@ -190,7 +195,8 @@ class AsyncLoop:
     # ------------------------------------------------------------ tasks
 
     async def _fetched(self) -> LoadedTask | Task:
-        """The next task with its records, fetched ahead if possible. Raises TrainingOver, TaskFailed, StaleGeneration."""
+        """The next task with its records, fetched ahead if possible. Raises TrainingOver, TaskFailed,
+        StaleGeneration."""
         if self._next is None:
             self._next = self._background.create_task(self._ahead())
         await self._evaluator.until_done(self._next)
@@ -253,12 +259,15 @@ class AsyncLoop:
         await self._evaluator.between_pushes()
 
     async def _resume_at(self, task: Task, count: int) -> int:
-        """The lowest minibatch that some block still expects. A pserver without an answer is taken to miss all before it."""
+        """The lowest minibatch that some block still expects. A pserver without an answer is taken to miss
+        all before it."""
         self._generation = self._servers.fleet.generation
         query = LedgerQuery(epoch=task.epoch, task_id=task.task_id)
         ledgers = await self._servers.ledgers(query, self._spec.skip_after_seconds)
         start = min((count if ledger.closed else ledger.next for ledger in ledgers.values()), default=0)
-        self._skipped = {index: start for index in self._servers.fleet.routes.blocks if start and index not in ledgers}
+        self._skipped = {
+            index: start for index in self._servers.fleet.routes.blocks if start and index not in ledgers
+        }
         log.info("task_resumed", task=task.task_id, attempt=task.attempt, minibatch=start)
         return start
 
@@ -269,7 +278,9 @@ class AsyncLoop:
         minibatches = {number: self._minibatch(loaded, number) for number in range(start, end)}
         number = self._push_number(task, count, start)
         keeps = self._bounded.keeps(self._unpulled + end - start, is_last=end == count)
-        options = await self._schedule.options_of(task.epoch if self._spec.schedule_per == "epoch" else number)
+        options = await self._schedule.options_of(
+            task.epoch if self._spec.schedule_per == "epoch" else number
+        )
         outboxes = Outboxes(self._servers.fleet.routes, self._dtypes, self._servers.pulls.versions)
         results: list[LaneResult] = []
         backoff = Backoff("an answer of any parameter server")
@@ -291,9 +302,12 @@ class AsyncLoop:
                 if not results:
                     results = await self._gradients(task, minibatches, outboxes)
             if Verdict.FENCED in verdicts.values():
-                raise Superseded(f"attempt {task.attempt} of task {task.task_id} was overtaken by another trainer")
+                raise Superseded(
+                    f"attempt {task.attempt} of task {task.task_id} was overtaken by another trainer"
+                )
             if set(verdicts.values()) == {Verdict.SKIPPED}:
-                await backoff.failed("none has taken the push")  # nothing would be trained; waiting loses nothing
+                # nothing would be trained; waiting loses nothing
+                await backoff.failed("none has taken the push")
             elif Verdict.STALE not in verdicts.values():
                 break
             else:
@@ -317,7 +331,9 @@ class AsyncLoop:
         self._reports.spent(number, task.timeline, self._began - began, self._times)
         self._times = Times()
 
-    async def _gradients(self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes) -> list[LaneResult]:
+    async def _gradients(
+        self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes
+    ) -> list[LaneResult]:
         """The weighted mean over the minibatches, block by block into the outboxes."""
         self._compute.forget_nodes()
         node = min(minibatches), max(minibatches) + 1
@@ -332,8 +348,11 @@ class AsyncLoop:
                 with self._times.computing():
                     ready = await self._ahead_rows.ready(0, None, seed, records)
                     if (following := minibatches.get(number + 1)) is not None:
-                        self._ahead_rows.ask(0, None, self._seed(task, number + 1), following, self._background)
-                        await asyncio.sleep(0)  # it is collated before this one is computed: both need the thread
+                        self._ahead_rows.ask(
+                            0, None, self._seed(task, number + 1), following, self._background
+                        )
+                        # it is collated before this one is computed: both need the thread
+                        await asyncio.sleep(0)
                     results.append(await self._compute.gradient(node, number, seed, records, sink, ready))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
@@ -373,16 +392,21 @@ class AsyncLoop:
     def _push_number(self, task: Task, count: int, start: int) -> int:
         """The number of this push if one trainer did all of the training in order."""
         every = self._spec.push_every
-        pushes = -(-max(count, minibatches_in(self._directory.task_records, self._spec.minibatch_size)) // every)
+        pushes = -(
+            -max(count, minibatches_in(self._directory.task_records, self._spec.minibatch_size)) // every
+        )
         return (task.epoch * task.stream_length + task.index) * pushes + start // every
 
     async def _newer_generation(self, generation: int) -> None:
         newer = "a new generation"
         with contextlib.suppress(DeadlineExceeded):
-            await self._directory.wait_for(lambda _: self._servers.fleet.generation > generation, REFRESH_S, newer)
+            await self._directory.wait_for(
+                lambda _: self._servers.fleet.generation > generation, REFRESH_S, newer
+            )
 
     async def _within_bound(self) -> bool:
-        """Bounded staleness: pulls, once no live trainer computes with much older parameters. False: this trainer is to train no more."""
+        """Bounded staleness: pulls, once no live trainer computes with much older parameters. False: this
+        trainer is to train no more."""
         try:
             await self._pull(self._bounded.pull)
         except Abandoned:
@@ -409,13 +433,17 @@ class AsyncLoop:
 class BoundedStaleness:
     """Before a minibatch this trainer waits while a live trainer computes with much older parameters.
 
-        pull, once the bound holds ─► computes ─► push: computes no more with them ─► pull ...   (pull_every above 1: the pushes between keep them)
+        pull, once the bound holds ─► computes ─► push: computes no more with them ─► pull ...
+            (pull_every above 1: the pushes between keep them)
 
-    A parameter server counts a trainer from its pull to its push, so a trainer that waits, pauses, evaluates or has no task is waited
-    for by nobody. `computes`: parameter servers count this trainer as one that computes with the parameters that it has. `is_needed`:
-    whether it is still to train; asked while it waits. `has_waited`: in its last pull."""
+    A parameter server counts a trainer from its pull to its push, so a trainer that waits, pauses, evaluates
+    or has no task is waited for by nobody. `computes`: parameter servers count this trainer as one that
+    computes with the parameters that it has. `is_needed`: whether it is still to train; asked while it waits.
+    `has_waited`: in its last pull."""
 
-    def __init__(self, spec: JobSpec, trainer: str, servers: ParameterServers, is_needed: Callable[[], bool]) -> None:
+    def __init__(
+        self, spec: JobSpec, trainer: str, servers: ParameterServers, is_needed: Callable[[], bool]
+    ) -> None:
         self._bound: StalenessBound | None = None
         if spec.max_staleness is not None:
             self._bound = StalenessBound(
@@ -441,17 +469,20 @@ class BoundedStaleness:
         return self._bound is not None and not self.computes
 
     def keeps(self, unpulled: int, *, is_last: bool) -> bool:
-        """Whether it computes with the same parameters after a push. `unpulled`: minibatches since the pull, with those of the push; `is_last`: of its task."""
+        """Whether it computes with the same parameters after a push. `unpulled`: minibatches since the pull,
+        with those of the push; `is_last`: of its task."""
         return self.is_on and not is_last and unpulled < self._pull_every
 
     async def pull(self, skip_after_s: float | None = None) -> None:
-        """Once no live trainer computes with much older parameters; then it computes. Raises Abandoned, Gone, InvalidArgument."""
+        """Once no live trainer computes with much older parameters; then it computes. Raises Abandoned, Gone,
+        InvalidArgument."""
         assert self._bound is not None
         within = self._within = Within(self._bound, self._is_needed)
         try:
             await self._servers.pull_within(within, skip_after_s)
         finally:
-            self.computes, self.has_waited, self._within = True, within.waited, None  # also if it is not known
+            # also if it is not known
+            self.computes, self.has_waited, self._within = True, within.waited, None
 
     @property
     def waits_for(self) -> str:
@@ -459,7 +490,8 @@ class BoundedStaleness:
         return "" if self._within is None else self._within.waits_for
 
     async def let_go(self) -> None:
-        """It has no more use for its parameters, without a push that says so. If nobody hears it, others wait until their patience ends."""
+        """It has no more use for its parameters, without a push that says so. If nobody hears it, others wait
+        until their patience ends."""
         if not self.computes or self._bound is None:
             return
         self.computes = False

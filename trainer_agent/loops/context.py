@@ -1,6 +1,8 @@
-"""What the loops of one trainer work with, and work that belongs to one timeline of the job: a rollback cancels it, wherever it waits.
+"""What the loops of one trainer work with, and work that belongs to one timeline of the job: a rollback
+cancels it, wherever it waits.
 
-on_timeline(directory, 7, work) ─► its result      state.timeline is not 7 any more ─► work cancelled, RolledBack
+on_timeline(directory, 7, work) ─► its result      state.timeline is not 7 any more
+    ─► work cancelled, RolledBack
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class LoopContext:
 
 
 class RolledBack(Exception):
-    """The job went back to a checkpoint: the parameters, positions and tasks this trainer has are no longer valid."""
+    """The job went back to a checkpoint: the parameters, positions and tasks this trainer has are no longer
+    valid."""
 
 
 def timeline_of(directory: Directory) -> int:
@@ -59,8 +62,8 @@ def timeline_of(directory: Directory) -> int:
 
 
 async def on_timeline(directory: Directory, timeline: int, work: Coroutine[Any, Any, T]) -> T:
-    """Raises RolledBack, also if the job left the timeline before `work` began (then it does not begin) or just when it ended, and
-    what `work` raises."""
+    """Raises RolledBack, also if the job left the timeline before `work` began (then it does not begin) or
+    just when it ended, and what `work` raises."""
     try:
         if timeline_of(directory) != timeline:
             raise RolledBack(_sentence(directory, timeline))

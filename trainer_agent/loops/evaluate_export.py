@@ -52,10 +52,12 @@ class EvaluateExportLoop:
         self.busy = False
         self._task: Task | None = None
         self._since = 0.0  # when it began
-        self._minibatches: int | None = None  # of it that are done; None: it has come to none yet, or is an export
+        # of it that are done; None: it has come to none yet, or is an export
+        self._minibatches: int | None = None
 
     def held(self) -> list[Held]:
-        """The task under way. Nothing can be counted of an export, nor of getting the parameters: the time is."""
+        """The task under way. Nothing can be counted of an export, nor of getting the parameters: the time
+        is."""
         if self._task is None:
             return []
         if self._minibatches is not None:
@@ -117,7 +119,8 @@ class EvaluateExportLoop:
         return None if self._final is None else self._final.version
 
     async def _store_metrics(self) -> None:
-        """Of the last steps: whoever owned lane 0 may be dead. The job is not over before they are stored, or the limit has passed."""
+        """Of the last steps: whoever owned lane 0 may be dead. The job is not over before they are stored, or
+        the limit has passed."""
         timeline = timeline_of(self._directory)
         version = max(info.highest for info in await self._exchange.fleet.infos(timeline))
         await self._reports.settle(version, timeline, self._results)
@@ -163,8 +166,8 @@ class EvaluateExportLoop:
     async def _export_best(
         self, place: str, exports: dict[str, str], metrics: dict[str, float]
     ) -> BestEvaluation | None:
-        """The parameters of the best evaluation, perhaps of the one after training; `exports` gets its files. If they cannot be read or
-        written, the model itself is exported all the same."""
+        """The parameters of the best evaluation, perhaps of the one after training; `exports` gets its files.
+        If they cannot be read or written, the model itself is exported all the same."""
         final = self._final
         if self._spec.keep_best is None:
             return None
@@ -184,7 +187,9 @@ class EvaluateExportLoop:
                 async with self._exchange.other_values():
                     loaded = await self._load(best)
                     found = await self._compute.export(place)
-                found |= await self._source.offload(write_checkpoint_tables, self._spec.storage, *loaded, place)
+                found |= await self._source.offload(
+                    write_checkpoint_tables, self._spec.storage, *loaded, place
+                )
         except (OSError, TriremeError) as error:
             log.warning("best_not_exported", step=best.step, checkpoint=best.checkpoint, cause=str(error))
             return None
@@ -192,7 +197,8 @@ class EvaluateExportLoop:
         return best
 
     async def _load(self, best: BestEvaluation) -> tuple[CheckpointRef, Manifest]:
-        """Its parameters are those in use then, see StepExchange.other_values. Raises CheckpointUnusable, OSError."""
+        """Its parameters are those in use then, see StepExchange.other_values. Raises CheckpointUnusable,
+        OSError."""
         key = self._directory.keys.latest
         found = await retry(lambda: self._etcd.get(key), "the checkpoints that are kept")
         latest = read_record(CheckpointLatest, key, found.value if found else None)

@@ -1,11 +1,14 @@
-"""Evaluations while the job trains: tasks over the evaluation dataset, with the parameters of a checkpoint, a minibatch at a time.
+"""Evaluations while the job trains: tasks over the evaluation dataset, with the parameters of a checkpoint, a
+minibatch at a time.
 
     run (beside the loops):  task acquired ─► checkpoint and records read ─► [minibatches] ─► reported
-    the loops, when no gradient is being computed:  between_steps │ as a spare │ until_settled ─► one minibatch of that task
+    the loops, when no gradient is being computed:  between_steps │ as a spare │ until_settled
+        ─► one minibatch of that task
 
-Spares evaluate. If there are none, every trainer does, one minibatch between two steps. Training is not changed by a bit: the
-parameters are a second set of values, and all else that a minibatch may change is set before each one that is trained.
-Asynchronous: every trainer evaluates, one minibatch between two pushes, and as many as it can while it has no task of training.
+Spares evaluate. If there are none, every trainer does, one minibatch between two steps. Training is not
+changed by a bit: the parameters are a second set of values, and all else that a minibatch may change is set
+before each one that is trained. Asynchronous: every trainer evaluates, one minibatch between two pushes, and
+as many as it can while it has no task of training.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ class TaskSums:
 
 
 class _Work:
-    """What the loops have to compute of a task, a piece at a time: `piece()` says whether that was the last one."""
+    """What the loops have to compute of a task, a piece at a time: `piece()` says whether that was the last
+    one."""
 
     def __init__(self, task: Task, piece: Callable[[], Awaitable[bool]]) -> None:
         self.task, self._piece = task, piece
@@ -136,7 +140,11 @@ class Evaluator:
     def status(self) -> EvaluationStatus:
         """Of the job's present timeline."""
         status, timeline = self._directory.evaluation, timeline_of(self._directory)
-        return status if status is not None and status.timeline == timeline else EvaluationStatus(timeline=timeline)
+        return (
+            status
+            if status is not None and status.timeline == timeline
+            else EvaluationStatus(timeline=timeline)
+        )
 
     def held(self) -> list[Held]:
         """The task being evaluated."""
@@ -146,7 +154,8 @@ class Evaluator:
 
     @property
     def waits_for(self) -> str:
-        """Before the next step; "": for no evaluation. If the master gave up the task that is evaluated here, this trainer may hang."""
+        """Before the next step; "": for no evaluation. If the master gave up the task that is evaluated here,
+        this trainer may hang."""
         if self._task is not None and self._task in self._context.activity.given_up:
             return ""
         if self._work is not None and self._work.is_under_way:
@@ -160,7 +169,8 @@ class Evaluator:
     # ------------------------------------------------------------ called by the loops
 
     async def between_steps(self, version: StepRecord) -> None:
-        """`version` is in use. At a version that is evaluated: until the evaluation before it is over. Else one minibatch at most."""
+        """`version` is in use. At a version that is evaluated: until the evaluation before it is over. Else
+        one minibatch at most."""
         number = evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
         if number is not None:
             await self.until_settled(number - 1, self._context.exchange.version_stays)
@@ -183,13 +193,17 @@ class Evaluator:
             await self.for_a_while()
 
     def stops_at(self, version: StepRecord) -> bool:
-        """Whether training ends at this version, as stop_early says. All trainers know it once `between_steps` has returned."""
+        """Whether training ends at this version, as stop_early says. All trainers know it once
+        `between_steps` has returned."""
         return self.status.stops_before(evaluation_of(version, self._spec.evaluate_every, self._spec.epochs))
 
     def plateau_value(self, version: StepRecord) -> float | None:
-        """What ReduceLROnPlateau is told at this version: see BeforeStep.metric. The same for all trainers, and for who comes back to it.
-        Raises Gone: it is overtaken."""
-        name, number = self._spec.plateau_metric, evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
+        """What ReduceLROnPlateau is told at this version: see BeforeStep.metric. The same for all trainers,
+        and for who comes back to it. Raises Gone: it is overtaken."""
+        name, number = (
+            self._spec.plateau_metric,
+            evaluation_of(version, self._spec.evaluate_every, self._spec.epochs),
+        )
         if name is None or number is None:
             return None
         value = plateau_value(self.status, number, name, self._result)
@@ -198,7 +212,8 @@ class Evaluator:
         return value
 
     async def _read_result(self, number: int) -> None:
-        """For `plateau_value`, if the status has forgotten it: a collective job goes on from an earlier version if all that made the later ones have died."""
+        """For `plateau_value`, if the status has forgotten it: a collective job goes on from an earlier
+        version if all that made the later ones have died."""
         if self._spec.plateau_metric is None or number < 1 or self.status.result(number) is not None:
             return
         key = self._directory.keys.evaluation_result(number)
@@ -206,14 +221,18 @@ class Evaluator:
         self._result = read_record(Evaluation, key, found.value) if found is not None else None
 
     async def after_training(self, version: StepRecord | None) -> None:
-        """Until all evaluations before the last version are over. Asynchronous: until the one that runs is; no other begins any more."""
+        """Until all evaluations before the last version are over. Asynchronous: until the one that runs is;
+        no other begins any more."""
         if version is not None:
             await self.until_settled(evaluations_before(version, self._spec.evaluate_every))
         while (running := self.status.running) is not None and not self._context.stopping.is_set():
             await self.until_settled(running.number)
 
-    async def until_settled(self, number: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Evaluate until evaluation `number` is over, or this trainer shall stop. `meanwhile` is awaited again and again."""
+    async def until_settled(
+        self, number: int, meanwhile: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Evaluate until evaluation `number` is over, or this trainer shall stop. `meanwhile` is awaited
+        again and again."""
         try:
             while self.status.settled < number and not self._context.stopping.is_set():
                 if self._awaited != number:
@@ -262,7 +281,9 @@ class Evaluator:
                 await self._until_wanted()
                 continue
             try:
-                answer = await self._source.acquire_beside(self._context.exchange.fleet.generation, self._awaited)
+                answer = await self._source.acquire_beside(
+                    self._context.exchange.fleet.generation, self._awaited
+                )
                 task = answer.task
                 while task is not None:
                     task = await self._do(task)
@@ -377,13 +398,16 @@ class Evaluator:
         except (CheckpointUnusable, TooLarge) as error:
             raise TaskFailed(task, error) from error
         except (OSError, PeerError) as error:
-            message = f"checkpoint {ref.uuid} (step {ref.step}) could not be read {STORAGE_TRIES} times: {error}"
+            message = (
+                f"checkpoint {ref.uuid} (step {ref.step}) could not be read {STORAGE_TRIES} times: {error}"
+            )
             raise TaskFailed(task, StorageUnreachable(message)) from error
         self._pinned = ref
 
 
 async def read_again(read: Callable[[], Awaitable[T]], ref: CheckpointRef) -> T:
-    """What `read` gives, which reads that checkpoint: tried STORAGE_TRIES times if the storage does not answer. Raises what the last try raises."""
+    """What `read` gives, which reads that checkpoint: tried STORAGE_TRIES times if the storage does not
+    answer. Raises what the last try raises."""
     attempt = 0
     while True:
         try:

@@ -1,6 +1,8 @@
-"""Lanes of one step, computed and pushed: for this trainer's own lanes, again in another generation, and for lanes of others that are late.
+"""Lanes of one step, computed and pushed: for this trainer's own lanes, again in another generation, and for
+lanes of others that are late.
 
-    records ─► minibatch ─► loss ─► backward ─NodeSink, block by block─► outboxes of the blocks' owners ─► pushed meanwhile
+    records ─► minibatch ─► loss ─► backward ─NodeSink, block by block─► outboxes of the blocks' owners
+        ─► pushed meanwhile
 
 Step         what this trainer has done of one step       LaneWork     some lanes of it, computed here
 RowsAhead    rows of coming minibatches are asked for     Pace         how long lanes take here
@@ -42,8 +44,9 @@ Lookup = Callable[[int | None, "Sequence[Numbers]"], Awaitable["Sequence[Floats]
 
 @dataclass
 class Step:
-    """The step from version `number` to the next, which this trainer began at `began`. `shares`: its lanes that were acknowledged;
-    `counted`: results of those, and of lanes of others, that came from this trainer first. `there`: its lanes that need not be pushed again."""
+    """The step from version `number` to the next, which this trainer began at `began`. `shares`: its lanes
+    that were acknowledged; `counted`: results of those, and of lanes of others, that came from this trainer
+    first. `there`: its lanes that need not be pushed again."""
 
     number: int
     positions: tuple[LanePosition, ...]
@@ -66,8 +69,9 @@ class Step:
 
 @dataclass
 class LaneWork:
-    """Lanes of one step that this trainer computes; once `computed`, they can be pushed again under a new generation. `given_up`:
-    others have pushed them all; what is not computed stays so. `rests`: no push of it is under way."""
+    """Lanes of one step that this trainer computes; once `computed`, they can be pushed again under a new
+    generation. `given_up`: others have pushed them all; what is not computed stays so. `rests`: no push of it
+    is under way."""
 
     lanes: list[int]
     portions: dict[int, Portion]
@@ -83,7 +87,9 @@ class LaneWork:
     @property
     def is_finished(self) -> bool:
         """Whether backward has finished with every block; `computed` comes a moment later."""
-        return self.computed or self.outboxes.added == self.outboxes.blocks * len(nodes_to_compute(self.lanes))
+        return self.computed or self.outboxes.added == self.outboxes.blocks * len(
+            nodes_to_compute(self.lanes)
+        )
 
     @property
     def is_between_nodes(self) -> bool:
@@ -93,7 +99,8 @@ class LaneWork:
         return not rest and lanes <= len(self.results)
 
     def result_of(self, node: Interval, compute: Compute) -> NodeResult:
-        """What the node's minibatches reported, once some of its blocks are finished: its last lane may still be computed."""
+        """What the node's minibatches reported, once some of its blocks are finished: its last lane may still
+        be computed."""
         results = {lane: self.results.get(lane) or compute.result() for lane in range(*node)}
         found = result_of(node, {(lane, lane + 1): node_result(each) for lane, each in results.items()})
         assert found is not None
@@ -138,8 +145,8 @@ class LanePusher:
         return LaneWork(lanes, portions, Outboxes(self._exchange.fleet.routes, self._dtypes))
 
     async def push(self, step: Step, header: PushHeader, work: LaneWork) -> bool:
-        """Compute the lanes, unless they are computed already, and push each block as soon as it is finished. True if all blocks are acknowledged.
-        Raises TaskFailed, UserCodeError, TriremeError."""
+        """Compute the lanes, unless they are computed already, and push each block as soon as it is finished.
+        True if all blocks are acknowledged. Raises TaskFailed, UserCodeError, TriremeError."""
         work.rests.clear()
         try:
             async with self._exchange.pushing(header, work.outboxes) as verdicts:
@@ -178,7 +185,8 @@ class LanePusher:
             work.outboxes.close()
 
     async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
-        """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is pushed as one."""
+        """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is
+        pushed as one."""
         if not self._exchange.makes_steps_again:
             self._compute.forget_nodes()
         tables = bool(self._compute.layout.tables)
@@ -221,7 +229,8 @@ class LanePusher:
         return ready
 
     def fetch_ahead(self, step: Step, work: LaneWork) -> None:
-        """The next task of each lane whose task ends in this step; the rows that the first of the next step's minibatches looks up."""
+        """The next task of each lane whose task ends in this step; the rows that the first of the next step's
+        minibatches looks up."""
         for lane, portion in work.portions.items():
             if portion.finishes:
                 self._readers[lane].prefetch(portion.after, self._prefetching)
@@ -241,14 +250,19 @@ class _Asked:
 
 
 class RowsAhead:
-    """Rows of minibatches that come, asked for before they are computed, if the script says which they are (`ids`).
+    """Rows of minibatches that come, asked for before they are computed, if the script says which they are
+    (`ids`).
 
-        lane k: rows at hand ─► lane k + 1: collate, ids ─► asked for, all tables at once ─► lane k is computed
-        the last lane is computed ─► the first one of the next step: asked for; parameter servers answer when they have the version
-        asynchronous: the minibatches of a push as lanes; the first one of the next push when this one is acknowledged, so it sees this one's rows
+        lane k: rows at hand ─► lane k + 1: collate, ids ─► asked for, all tables at once
+            ─► lane k is computed
+        the last lane is computed ─► the first one of the next step: asked for; parameter servers answer when
+            they have the version
+        asynchronous: the minibatches of a push as lanes; the first one of the next push when this one is
+        acknowledged, so it sees this one's rows
 
-    What was asked for in vain (the job went back, a parameter server is gone) is asked for again when it is needed, and then fails
-    as it would have without. A trainer has one RowsAhead. `lookup`: version, and ids of each table -> their rows."""
+    What was asked for in vain (the job went back, a parameter server is gone) is asked for again when it is
+    needed, and then fails as it would have without. A trainer has one RowsAhead. `lookup`: version, and ids
+    of each table -> their rows."""
 
     def __init__(self, compute: Compute, lookup: Lookup) -> None:
         self._compute, self._lookup = compute, lookup
@@ -259,7 +273,8 @@ class RowsAhead:
         return f"<RowsAhead of lanes {sorted(self._asked)}>"
 
     async def ready(self, lane: int, version: int | None, seed: int, records: Records | None) -> Ready | None:
-        """For Compute.gradient of that lane, with rows at `version`. Raises what getting the minibatch ready and looking up raise."""
+        """For Compute.gradient of that lane, with rows at `version`. Raises what getting the minibatch ready
+        and looking up raise."""
         if not self._says or not records:
             return None
         asked = self._asked.get(lane)
@@ -270,7 +285,9 @@ class RowsAhead:
                 return found
         return await self._ready(version, seed, records)
 
-    def ask(self, lane: int, version: int | None, seed: int, records: Records | None, group: asyncio.TaskGroup) -> None:
+    def ask(
+        self, lane: int, version: int | None, seed: int, records: Records | None, group: asyncio.TaskGroup
+    ) -> None:
         """For a `ready` that comes, which raises what fails here."""
         if not self._says or not records:
             return
@@ -278,7 +295,9 @@ class RowsAhead:
             if asked.seed == seed and asked.records is records:
                 return
             asked.task.cancel()
-        self._asked[lane] = _Asked(seed, records, group.create_task(self._ready_or_none(version, seed, records)))
+        self._asked[lane] = _Asked(
+            seed, records, group.create_task(self._ready_or_none(version, seed, records))
+        )
 
     def drop(self) -> None:
         """Nothing that was asked for is needed any more."""
@@ -299,8 +318,8 @@ class RowsAhead:
 
 
 class Pace:
-    """How fast this trainer computes: seconds for one lane, and for all its lanes of a step until they are acknowledged. Medians of the last KEPT:
-    one hiccup changes nothing."""
+    """How fast this trainer computes: seconds for one lane, and for all its lanes of a step until they are
+    acknowledged. Medians of the last KEPT: one hiccup changes nothing."""
 
     def __init__(self) -> None:
         self._lanes: deque[float] = deque(maxlen=KEPT)
@@ -314,8 +333,8 @@ class Pace:
 
     @contextmanager
     def lane(self, counts: bool) -> Iterator[None]:
-        """Measure forward and backward of one lane, which `counts` if it has records. Without records, or if it is given up before
-        its end, a whole one would have taken longer."""
+        """Measure forward and backward of one lane, which `counts` if it has records. Without records, or if
+        it is given up before its end, a whole one would have taken longer."""
         self._since = since = clock.monotonic()
         ended = False
         try:
@@ -337,12 +356,14 @@ class Pace:
 
     @property
     def lane_s(self) -> float | None:
-        """None: not known yet, or not measured for FRESH_S. A lane under way counts as soon as it takes longer than usual."""
+        """None: not known yet, or not measured for FRESH_S. A lane under way counts as soon as it takes
+        longer than usual."""
         return self._median(self._lanes, self._measured_at)
 
     @property
     def least_lane_s(self) -> float | None:
-        """A lane with records would take at least so long, by those without records and those given up. It may take much longer."""
+        """A lane with records would take at least so long, by those without records and those given up. It
+        may take much longer."""
         return self._median(self._least, self._least_at)
 
     def _median(self, measured: deque[float], at: float) -> float | None:
@@ -359,7 +380,8 @@ class Pace:
 
 
 def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
-    """The tree nodes that cover the `missing` lanes (ascending). The largest first: it needs the fewest gradient vectors."""
+    """The tree nodes that cover the `missing` lanes (ascending). The largest first: it needs the fewest
+    gradient vectors."""
     nodes: list[Interval] = []
     start = 0
     for end in range(1, len(missing) + 1):

@@ -1,4 +1,5 @@
-"""Synchronous training by one trainer: its steps, how it joins them, and what deaths and delays of others change in them.
+"""Synchronous training by one trainer: its steps, how it joins them, and what deaths and delays of others
+change in them.
 
     version s ─► minibatch of each lane ─► loss ─► backward ─► push, block by block
               ─► pull version s + 1, made of the gradients of all lanes ─► swap ─► step s + 1
@@ -8,10 +9,10 @@ Joiner        between steps: takes the version in force, and takes it again afte
 StepRepair    within a step: this trainer's lanes, in one generation after the other
 LaneHelper    within a step: lanes of others that are late
 
-A lane is a fixed stream of minibatches. Each trainer computes some lanes; which trainer computes a lane changes no bit of the
-result, so a trainer that has finished may also compute lanes of one that is late. Loss and backward are in
-model/minibatch.py, lanes are computed and pushed in lane_pusher.py. Who steps the parameters is behind StepExchange: parameter
-servers, or all trainers of a collective job.
+A lane is a fixed stream of minibatches. Each trainer computes some lanes; which trainer computes a lane
+changes no bit of the result, so a trainer that has finished may also compute lanes of one that is late. Loss
+and backward are in model/minibatch.py, lanes are computed and pushed in lane_pusher.py. Who steps the
+parameters is behind StepExchange: parameter servers, or all trainers of a collective job.
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.lane_pusher import LanePusher, LaneWork, Step
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.tasks.activity import Held, LanePace
-from trainer_agent.tasks.source import LaneReaders, LoadedTask, Portion, TaskFailed, TrainingOver, is_due, portion_of
+from trainer_agent.tasks.source import (
+    LaneReaders,
+    LoadedTask,
+    Portion,
+    TaskFailed,
+    TrainingOver,
+    is_due,
+    portion_of,
+)
 from trainer_agent.waiting import SingleErrorGroup, backoff_s
 from trireme_shared.checkpoints.schedule import is_final
 from trireme_shared.platform.runtime import clock, ids, telemetry
@@ -116,7 +125,8 @@ class SyncLoop:
                     version = await self._step(version)
 
     async def _step(self, version: StepRecord) -> StepRecord:
-        """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed, TrainingOver."""
+        """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed,
+        TrainingOver."""
         positions = positions_of_step(version.positions)
         if positions[0].epoch >= self._spec.epochs:
             await self._exchange.settle(version.version)
@@ -148,12 +158,13 @@ class SyncLoop:
         return following
 
     def _report(self, step: Step, following: StepRecord, wanted: int | None) -> None:
-        """The step is committed: report it, if this trainer owns lane 0, and the tasks that ended in it. `wanted`: results from this step on
-        were asked for."""
+        """The step is committed: report it, if this trainer owns lane 0, and the tasks that ended in it.
+        `wanted`: results from this step on were asked for."""
         if (metrics := step.metrics(self.timeline)) is not None:
             self._reports.count(metrics)
         first, end = self._duty().lanes
-        if first == 0 < end or (not end and 0 in step.shares):  # after the last step nobody has lanes any more
+        # after the last step nobody has lanes any more
+        if first == 0 < end or (not end and 0 in step.shares):
             self._reports.whole(following, self.timeline, self._exchange.grad_norm)
             if wanted is not None:
                 self._reports.steps.filled(self._exchange.results, wanted)
@@ -171,7 +182,8 @@ class Joiner:
         wait for lanes ─► pull every block at the lowest version in force ─► steps
         version gone, or too late for it ─► pull again (not the first time: after a pause)
         task failed ─► report it             generation stale ─► look again
-        the job went back to a checkpoint (another timeline) ─► forget parameters, positions and tasks, pull again
+        the job went back to a checkpoint (another timeline)
+            ─► forget parameters, positions and tasks, pull again
 
     `timeline` is the one that the parameters in use belong to."""
 
@@ -186,11 +198,14 @@ class Joiner:
         self.timeline = timeline_of(self._directory)
 
     def __repr__(self) -> str:
-        return f"<Joiner of {self._source.trainer}: version {self._version.version if self._version else 'none'}>"
+        return (
+            f"<Joiner of {self._source.trainer}: version "
+            f"{self._version.version if self._version else 'none'}>"
+        )
 
     async def wait_for_lanes(self) -> bool:
-        """Wait until this trainer has lanes; False if it has nothing to train any more. While it waits it is a spare, and
-        forgets its parameters."""
+        """Wait until this trainer has lanes; False if it has nothing to train any more. While it waits it is
+        a spare, and forgets its parameters."""
         waiting_for = ""
         while not self._stopping.is_set():
             duty = self._duty()
@@ -204,8 +219,8 @@ class Joiner:
         return False
 
     async def attempt(self, steps: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Run `steps` in the job's timeline until they return, or until something happens that joining again mends. False if
-        training is over."""
+        """Run `steps` in the job's timeline until they return, or until something happens that joining again
+        mends. False if training is over."""
         timeline = timeline_of(self._directory)
         if timeline != self.timeline:
             self.timeline, self._version, self._lane_zero = timeline, None, None
@@ -224,7 +239,9 @@ class Joiner:
             log.info("generation_stale", cause=error.message)
             await self._directory.changed(self._directory.revision, REFRESH_S)
         except TaskFailed as failed:
-            log.warning("task_failed", task=failed.task.task_id, attempt=failed.task.attempt, cause=str(failed.error))
+            log.warning(
+                "task_failed", task=failed.task.task_id, attempt=failed.task.attempt, cause=str(failed.error)
+            )
             self._readers.drop(failed.task)
             await self._source.fail(failed.task, failed.error, failed.place)
         except TrainingOver:
@@ -252,8 +269,8 @@ class Joiner:
         return not self._stopping.is_set() and self._duty().duty is Duty.TRAIN
 
     def begin_step(self, version: StepRecord) -> LaneZero:
-        """What lane 0's push says. The schedule advances once for a step, even if the step is begun several times. Raises Gone: this version
-        is overtaken."""
+        """What lane 0's push says. The schedule advances once for a step, even if the step is begun several
+        times. Raises Gone: this version is overtaken."""
         step = version.version
         if self._lane_zero is None or self._lane_zero[0] != step:
             request = self._directory.checkpoint_request or self._exchange.checkpoint_again()
@@ -265,17 +282,25 @@ class Joiner:
 
 
 class StepRepair:
-    """One synchronous step whatever happens meanwhile: this trainer's lanes are computed, pushed and acknowledged.
+    """One synchronous step whatever happens meanwhile: this trainer's lanes are computed, pushed and
+    acknowledged.
 
         for each generation until the next version is whole:
-            missing lanes = mine - acknowledged ─► records ─► claim, if a task was discarded ─► push ─► acknowledged
+            missing lanes = mine - acknowledged ─► records ─► claim, if a task was discarded ─► push
+                ─► acknowledged
             then, while others are late: their lanes too (LaneHelper)
 
-    Lanes that are computed already are only pushed again. A trainer that gets more lanes in a new generation computes those. Who is
-    late itself gives its lanes up as soon as the version is whole: another trainer has computed them."""
+    Lanes that are computed already are only pushed again. A trainer that gets more lanes in a new generation
+    computes those. Who is late itself gives its lanes up as soon as the version is whole: another trainer has
+    computed them."""
 
     def __init__(
-        self, context: LoopContext, readers: LaneReaders, joiner: Joiner, pusher: LanePusher, helper: LaneHelper
+        self,
+        context: LoopContext,
+        readers: LaneReaders,
+        joiner: Joiner,
+        pusher: LanePusher,
+        helper: LaneHelper,
     ) -> None:
         self._directory, self._exchange, self._duty = context.directory, context.exchange, context.duty
         self._readers, self._joiner, self._pusher, self._helper = readers, joiner, pusher, helper
@@ -300,7 +325,8 @@ class StepRepair:
             self._idle.set()
 
     async def contribute(self, step: Step) -> None:
-        """Push this trainer's lanes of the step, again for each generation, until cancelled. Raises TaskFailed, RolledBack."""
+        """Push this trainer's lanes of the step, again for each generation, until cancelled. Raises
+        TaskFailed, RolledBack."""
         self._work, self._computed, generation = None, [], -1
         while True:
             duty = self._duty()
@@ -317,7 +343,9 @@ class StepRepair:
                     if step.there >= set(missing):
                         self._helper.share_done(step)
                 except StaleGeneration as error:
-                    log.info("generation_stale", step=step.number, generation=duty.generation, cause=error.message)
+                    log.info(
+                        "generation_stale", step=step.number, generation=duty.generation, cause=error.message
+                    )
             self._idle.set()
             if step.there >= set(missing):
                 await self._help(step, duty)
@@ -325,7 +353,8 @@ class StepRepair:
                 await self._other_duty(duty, REFRESH_S)
 
     async def _push_lanes(self, step: Step, duty: Next, missing: list[int]) -> bool:
-        """What is computed is pushed again, the rest is computed. False: that was given up, others have pushed it."""
+        """What is computed is pushed again, the rest is computed. False: that was given up, others have
+        pushed it."""
         works = self._again(missing)
         if left := [lane for lane in missing if not any(lane in work.lanes for work in works)]:
             # all records before any gradient: a push begins with the positions after the step
@@ -369,8 +398,8 @@ class StepRepair:
             helping.cancel()
 
     async def settle(self, contribution: asyncio.Task[None]) -> LaneWork | None:
-        """The next version is whole: wait for the answers to our own pushes, then end the step. Own lanes that are not computed are
-        given up, because others have pushed them; they are answered."""
+        """The next version is whole: wait for the answers to our own pushes, then end the step. Own lanes
+        that are not computed are given up, because others have pushed them; they are answered."""
         work = self._work if self.busy else self._helper.work
         unfinished = self._work if self._work is not None and not self._work.is_finished else None
         if work is not None and not work.rests.is_set():
@@ -383,8 +412,9 @@ class StepRepair:
         return unfinished
 
     async def claim(self, header: PushHeader, work: LaneWork) -> None:
-        """Before a lane goes on behind a discarded task: some blocks may have got that task's data, or it is on its way.
-        Every parameter server must promise to take none of it before any gets the next task's data. Raises RolledBack."""
+        """Before a lane goes on behind a discarded task: some blocks may have got that task's data, or it is
+        on its way. Every parameter server must promise to take none of it before any gets the next task's
+        data. Raises RolledBack."""
         skipped = [lane for lane, portion in work.portions.items() if portion.skipped]
         if not skipped:
             return
@@ -398,7 +428,8 @@ class StepRepair:
             timeline, again = self._joiner.timeline, self._exchange.makes_steps_again
             await self._directory.wait_for(
                 lambda view: (
-                    timeline_of(view) != timeline or (again and self._exchange.fleet.generation > header.generation)
+                    timeline_of(view) != timeline
+                    or (again and self._exchange.fleet.generation > header.generation)
                 ),
                 TORN_S,
                 "the job to go back behind a torn step",
@@ -426,14 +457,18 @@ class StepRepair:
 
 
 class LaneHelper:
-    """Lanes of others that are late: a trainer that has finished its own computes them too, while it waits for the version.
+    """Lanes of others that are late: a trainer that has finished its own computes them too, while it waits
+    for the version.
 
-        own lanes acknowledged ─► `straggler_factor` times the usual time has passed ─► one parameter server is asked which lanes are missing
-            ─► those this trainer is the helper of (core/duties.py) ─► task, if not known: one look at the queue ─► compute, push
+        own lanes acknowledged ─► `straggler_factor` times the usual time has passed
+            ─► one parameter server is asked which lanes are missing
+            ─► those this trainer is the helper of (core/duties.py)
+                ─► task, if not known: one look at the queue ─► compute, push
 
-    Whoever comes first has contributed; the parameter servers acknowledge the other push as a duplicate. Both have the same bits. The
-    rounds come at 1, 2, 4, … times that time after the step's begin, each with other helpers and another parameter server to ask.
-    `work` is the last lane of another trainer that it computed."""
+    Whoever comes first has contributed; the parameter servers acknowledge the other push as a duplicate. Both
+    have the same bits. The rounds come at 1, 2, 4, … times that time after the step's begin, each with other
+    helpers and another parameter server to ask. `work` is the last lane of another trainer that it
+    computed."""
 
     def __init__(self, context: LoopContext, pusher: LanePusher) -> None:
         self._spec, self._directory, self._exchange = context.spec, context.directory, context.exchange
@@ -494,7 +529,8 @@ class LaneHelper:
             log.debug("lane_helped", step=step.number, lane=lane)
 
     async def _portion(self, position: LanePosition, duty: Next) -> Portion | None:
-        """The lane's records; None while its owner has no task there. Its end is the owner's to report, and what follows too."""
+        """The lane's records; None while its owner has no task there. Its end is the owner's to report, and
+        what follows too."""
         lane = position.lane
         if position.exhausted:
             return Portion(position, position)

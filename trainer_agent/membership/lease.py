@@ -2,18 +2,23 @@
 
     register (create = 0) ─► hold ... revoked or deleted ─► lost: exit, come back under a new name
 
-If etcd is silent for longer than the lease, the trainer waits before its next push or pull (`certain`). Its key is its own: it is
-created again if the lease ran out meanwhile. While etcd is down (connections are refused) training goes on.
+If etcd is silent for longer than the lease, the trainer waits before its next push or pull (`certain`). Its
+key is its own: it is created again if the lease ran out meanwhile. While etcd is down (connections are
+refused) training goes on.
 
-Code of the user that keeps Python's interpreter holds up the event loop, which then cannot renew the lease (Life):
+Code of the user that keeps Python's interpreter holds up the event loop, which then cannot renew the lease
+(Life):
 
     the loop runs ─► sign of life (trireme_shared.platform.membership.life_sign)
     held up for longer than the lease, which is gone ─► the master is told
-        of which records: counted as a death there (they are discarded, after some)     of nothing on record: a failure of the user's code
+        of which records: counted as a death there (they are discarded, after some)
+            of nothing on record: a failure of the user's code
 
-One trainer at a time gives the parameter servers their first values; if it dies before the end, another one does.
+One trainer at a time gives the parameter servers their first values; if it dies before the end, another one
+does.
 
-init_ps/lock (leased, create = 0) ─► POST init to every pserver ─► layout and init_ps/done, if none of them was replaced
+init_ps/lock (leased, create = 0) ─► POST init to every pserver
+    ─► layout and init_ps/done, if none of them was replaced
 all others wait, and compare the layout with their own model
 """
 
@@ -63,7 +68,8 @@ BEAT_S = 0.25
 REPORT_S = 30.0
 KEPT = "InterpreterKept"
 WHAT_TO_DO = (
-    "let that code release the interpreter (read or parse in smaller parts, or with a library that does), make it once in dataset(), "
+    "let that code release the interpreter (read or parse in smaller parts, or with a library that "
+    "does), make it once in dataset(), "
     "or raise lease_ttl_s"
 )
 LOOK_S = 0.5
@@ -77,13 +83,15 @@ class Membership(OwnKey[TrainerMember]):
     _listed = False
 
     def follow(self, *, listed: bool) -> None:
-        """After each change of the view: whether this trainer is among those that the job counts on. One that is no more may have lost its key."""
+        """After each change of the view: whether this trainer is among those that the job counts on. One that
+        is no more may have lost its key."""
         before, self._listed = self._listed, listed
         if before and not listed:
             self.look()
 
     def created_again(self) -> None:
-        """Collective: others may have gone on, further than this trainer can follow. It is no member before it knows."""
+        """Collective: others may have gone on, further than this trainer can follow. It is no member before
+        it knows."""
         if self.record.holds is not None:
             self._say_doubt(doubted=True)
 
@@ -119,7 +127,8 @@ class Membership(OwnKey[TrainerMember]):
 
 @dataclass(frozen=True, slots=True)
 class HeldUp:
-    """The event loop did not run for `seconds`, while this process used `processor_s` of processor time, at `works`."""
+    """The event loop did not run for `seconds`, while this process used `processor_s` of processor time, at
+    `works`."""
 
     seconds: float
     processor_s: float
@@ -182,14 +191,20 @@ class Life:
         works = [work for work in map(BegunWork.from_bytes, held_up.works) if work is not None]
         try:
             for work in works:
-                failure = UserFailure(error_type=KEPT, message=message, task=f"task {work.task}", trainer=self._trainer)
+                failure = UserFailure(
+                    error_type=KEPT, message=message, task=f"task {work.task}", trainer=self._trainer
+                )
                 by = f"{self._trainer} {lease:x}"  # each loss counts
-                failed = FailTask(trainer=by, attempt=0, failure=failure, epoch=work.epoch, died_at=work.minibatch)
+                failed = FailTask(
+                    trainer=by, attempt=0, failure=failure, epoch=work.epoch, died_at=work.minibatch
+                )
                 await self._until_told(work.task, failed)
             if not works:
                 failure = UserFailure(error_type=KEPT, message=message, trainer=self._trainer)
                 await retry(
-                    lambda: self._master.report_failure(self._trainer, failure), "reporting a failure", REPORT_S
+                    lambda: self._master.report_failure(self._trainer, failure),
+                    "reporting a failure",
+                    REPORT_S,
                 )
         except TriremeError as error:
             log.warning("loss_unreported", cause=str(error))
@@ -199,10 +214,16 @@ class Life:
 
 
 async def ensure_initialised(
-    spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, connect: Connect
+    spec: JobSpec,
+    directory: Directory,
+    etcd: Etcd,
+    membership: Membership,
+    compute: Compute,
+    connect: Connect,
 ) -> bool:
-    """Returns when the parameter servers hold parameters of this model. False: start again, because the device was chosen here (`auto`)
-    and the trainer that initialised them has another kind, or because the job starts over and this model cannot. Raises LayoutMismatch."""
+    """Returns when the parameter servers hold parameters of this model. False: start again, because the
+    device was chosen here (`auto`) and the trainer that initialised them has another kind, or because the job
+    starts over and this model cannot. Raises LayoutMismatch."""
     trainer = membership.record.trainer
     backoff = Backoff("waiting for the parameters to be initialised", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
@@ -220,8 +241,8 @@ async def ensure_initialised(
 
 
 def fits(spec: JobSpec, own: Layout, layout: Layout) -> bool:
-    """False: the device was chosen here (`auto`), and the trainer that initialised the parameters has another kind: start again with
-    that one. Raises LayoutMismatch."""
+    """False: the device was chosen here (`auto`), and the trainer that initialised the parameters has another
+    kind: start again with that one. Raises LayoutMismatch."""
     check_layout(own, layout)
     mine, job = own.device, layout.device
     if spec.mode is Mode.ASYNC or not job or mine == job:
@@ -230,7 +251,8 @@ def fits(spec: JobSpec, own: Layout, layout: Layout) -> bool:
         log.info("device_chosen", mine=mine, job=job)
         return False
     raise LayoutMismatch(
-        f"this trainer computes on {mine}, the job was initialised on {job}: the bits of a synchronous job depend on the kind of device",
+        f"this trainer computes on {mine}, the job was initialised on {job}: the bits of a "
+        "synchronous job depend on the kind of device",
         hint=f"start its trainers with device auto or {job}, or start a new job",
         mine=mine,
         job=job,
@@ -263,14 +285,17 @@ def check_layout(mine: Layout, job: Layout) -> None:
         raise LayoutMismatch(
             "this trainer's model has the parameters and buffers of the job's, but in another order (digest "
             f"{mine.digest[:12]}, the job has {job.digest[:12]})",
-            hint="modules that are made from a set of names have another order with another PYTHONHASHSEED (it is "
-            f"{os.environ.get(process_setup.HASH_SEED, 'not set')} here): sort the names, or give all members the same PYTHONHASHSEED",
+            hint="modules that are made from a set of names have another order with another "
+            "PYTHONHASHSEED (it is "
+            f"{os.environ.get(process_setup.HASH_SEED, 'not set')} here): sort the names, or give "
+            "all members the same PYTHONHASHSEED",
             mine=mine.digest,
             job=job.digest,
         )
     if mine.digest != job.digest:
         differences.append(
-            f"names, shapes, dtypes or memory formats (digest {mine.digest[:12]}, the job has {job.digest[:12]})"
+            f"names, shapes, dtypes or memory formats (digest {mine.digest[:12]}, the job has "
+            f"{job.digest[:12]})"
         )
     if mine.segments != job.segments:
         differences.append(f"segments ({_sizes(mine)}, the job has {_sizes(job)})")
@@ -282,17 +307,22 @@ def check_layout(mine: Layout, job: Layout) -> None:
         differences.append(f"the optimizer ({mine.optimizer.name}, the job has {job.optimizer.name})")
     if mine.initial != job.initial and not differences:
         raise LayoutMismatch(
-            f"init_from gave this trainer other values than the job began with (digest {mine.initial[:12] or 'none'}, the job has "
+            "init_from gave this trainer other values than the job began with (digest "
+            f"{mine.initial[:12] or 'none'}, the job has "
             f"{job.initial[:12] or 'none'}): the file was changed meanwhile",
-            hint="this trainer takes the job's own copy when it starts again; start a new job for the new file",
+            hint="this trainer takes the job's own copy when it starts again; start a new job for the "
+            "new file",
             mine=mine.initial,
             job=job.initial,
         )
     if not differences and (others := _different_constants(mine, job)):
         raise LayoutMismatch(
-            f"model() gave this trainer other constants than the job began with: {others}; trainers do not send constants to each other",
-            hint="model() must give the same values on every host and at every time: draw from the generators of torch, numpy or random, which are "
-            "seeded for model(), or load the values from one file; values that shall be shared are a floating-point buffer (register_buffer)",
+            f"model() gave this trainer other constants than the job began with: {others}; "
+            "trainers do not send constants to each other",
+            hint="model() must give the same values on every host and at every time: draw from the "
+            "generators of torch, numpy or random, which are "
+            "seeded for model(), or load the values from one file; values that shall be shared are "
+            "a floating-point buffer (register_buffer)",
             mine="; ".join(f"{each.name} {each.digest}" for each in mine.constants or ()),
             job="; ".join(f"{each.name} {each.digest}" for each in job.constants or ()),
         )
@@ -306,7 +336,8 @@ def check_layout(mine: Layout, job: Layout) -> None:
 
 
 def _different_constants(mine: Layout, job: Layout) -> str:
-    """Which, with both digests. "" if none, or if one side does not know its own (it is of an earlier version)."""
+    """Which, with both digests. "" if none, or if one side does not know its own (it is of an earlier
+    version)."""
     if mine.constants is None or job.constants is None:
         return ""
     ours, theirs = ({each.name: each.digest for each in layout.constants or ()} for layout in (mine, job))
@@ -323,7 +354,8 @@ def _sizes(layout: Layout) -> str:
 
 
 def _all_there(directory: Directory) -> bool:
-    """By the number in etcd, not in this trainer's spec: the job may have been started again with another number."""
+    """By the number in etcd, not in this trainer's spec: the job may have been started again with another
+    number."""
     wanted, slots = directory.pservers_desired, directory.slots
     return slots is not None and max(slots.owners) + 1 == len(directory.pservers) == wanted
 
@@ -341,13 +373,15 @@ async def lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) ->
 async def _initialise(
     spec: JobSpec, directory: Directory, etcd: Etcd, trainer: str, compute: Compute, connect: Connect
 ) -> None:
-    """Idempotent. Raises PeerError if a parameter server was replaced meanwhile, or the job's state is another than this trainer sees: the
-    caller starts over."""
+    """Idempotent. Raises PeerError if a parameter server was replaced meanwhile, or the job's state is
+    another than this trainer sees: the caller starts over."""
     keys = directory.keys
     if await etcd.get(keys.init_done) is not None:
         return  # only this trainer's view is late
     registered = (await etcd.range(keys.pservers, prefix=True)).kvs
-    found = {kv.key: (kv, member) for kv in registered if (member := read_record(PserverMember, kv.key, kv.value))}
+    found = {
+        kv.key: (kv, member) for kv in registered if (member := read_record(PserverMember, kv.key, kv.value))
+    }
     members = [member for _, member in found.values()]
     state, placed = await etcd.get(keys.state), await etcd.get(keys.slots)
     seen, slots = directory.state, directory.slots
@@ -364,7 +398,9 @@ async def _initialise(
     async with SingleErrorGroup() as group:
         for member in members:
             group.create_task(
-                _fill(_header(spec, directory, member, compute, seen, slots), member, compute, routes, connect)
+                _fill(
+                    _header(spec, directory, member, compute, seen, slots), member, compute, routes, connect
+                )
             )
     # both keys in one transaction, so that a repetition on a stale view cannot replace a published layout
     same = [Compare.create(key, "==", kv.create_revision) for key, (kv, _) in found.items()]
@@ -373,13 +409,19 @@ async def _initialise(
     published = [Put(keys.layout, compute.layout.to_bytes()), Put(keys.init_done, trainer.encode())]
     if not (await etcd.txn([*same, *mine], published)).succeeded:
         raise NotReady(
-            "a parameter server was replaced meanwhile, the job has another state, or another trainer initialises"
+            "a parameter server was replaced meanwhile, the job has another state, or another "
+            "trainer initialises"
         )
     log.info("initialised", digest=compute.layout.digest[:12])
 
 
 def _header(
-    spec: JobSpec, directory: Directory, member: PserverMember, compute: Compute, state: JobState, slots: SlotMap
+    spec: JobSpec,
+    directory: Directory,
+    member: PserverMember,
+    compute: Compute,
+    state: JobState,
+    slots: SlotMap,
 ) -> InitHeader:
     sync = spec.mode is Mode.SYNC
     positions = tuple(LanePosition(lane=lane) for lane in range(spec.lanes)) if sync else ()
@@ -397,7 +439,9 @@ def _header(
     )
 
 
-async def _fill(header: InitHeader, member: PserverMember, compute: Compute, routes: Routes, connect: Connect) -> None:
+async def _fill(
+    header: InitHeader, member: PserverMember, compute: Compute, routes: Routes, connect: Connect
+) -> None:
     async def blocks() -> AsyncIterator[tuple[InitBlock, memoryview]]:
         for block in routes.blocks.get(member.index, ()):
             yield InitBlock(block=block), compute.current(block)

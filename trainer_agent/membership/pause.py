@@ -1,7 +1,10 @@
-"""A trainer's answer to a pause: when all its pushes are acknowledged, it writes its position into its own key.
+"""A trainer's answer to a pause: when all its pushes are acknowledged, it writes its position into its own
+key.
 
-CHECKPOINTING seen ─► no new push begins (AsyncLoop) ─► no push is open ─► reports sent ─► `paused` in trainers/<id>
-the pause's key is gone, or the pause takes too long ─► lifted: the process that began it is dead, training goes on
+CHECKPOINTING seen ─► no new push begins (AsyncLoop) ─► no push is open ─► reports sent
+    ─► `paused` in trainers/<id>
+the pause's key is gone, or the pause takes too long
+    ─► lifted: the process that began it is dead, training goes on
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ log = telemetry.logger("pause")
 
 
 class PauseResponder:
-    """Of an asynchronous trainer. `position`: of its reader; `flush` sends its reports, for a limited time."""
+    """Of an asynchronous trainer. `position`: of its reader; `flush` sends its reports, for a limited
+    time."""
 
     def __init__(
         self,
@@ -47,7 +51,10 @@ class PauseResponder:
         self._since: tuple[str, float] = ("", 0.0)
 
     def __repr__(self) -> str:
-        return f"<PauseResponder: {'all acknowledged' if self._all_acknowledged.is_set() else 'pushing'}, pause of {self._key or 'nothing'}>"
+        return (
+            f"<PauseResponder: {'all acknowledged' if self._all_acknowledged.is_set() else 'pushing'}, "
+            f"pause of {self._key or 'nothing'}>"
+        )
 
     @contextmanager
     def pushing(self) -> Iterator[None]:

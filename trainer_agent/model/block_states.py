@@ -1,6 +1,7 @@
 """The state of an optimizer by blocks, as parameter servers have it, and by parameters, as torch has it.
 
-optimizer.state ─fill─► blocks, sent with their first values          checkpoint ─► blocks ─give_back─► optimizer.state ─► training.pt
+optimizer.state ─fill─► blocks, sent with their first values          checkpoint
+    ─► blocks ─give_back─► optimizer.state ─► training.pt
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from trireme_shared.serving.optimizers.classes import SCALAR, kinds_of
 
 
 class BlockStates:
-    """The state of each block that `optimizer` steps, in host memory. `fill` moves that of the optimizer here, `give_back` what was written
-    here to the optimizer."""
+    """The state of each block that `optimizer` steps, in host memory. `fill` moves that of the optimizer
+    here, `give_back` what was written here to the optimizer."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         named = dict(model.named_parameters())
@@ -39,12 +40,15 @@ class BlockStates:
         """(name, bytes) of each tensor of a block's state, to read or to write; empty for buffers."""
         kinds = self._kinds_in(block)
         return [
-            (name, self._bytes(block, name) if scalar else self._memory[name][block]) for name, scalar in kinds.items()
+            (name, self._bytes(block, name) if scalar else self._memory[name][block])
+            for name, scalar in kinds.items()
         ]
 
     def memory(self) -> dict[tuple[int, str], memoryview]:
         """Of all that is to be written, by block and name."""
-        return {(block.number, name): into for block in self._plan.blocks for name, into in self.of(block.number)}
+        return {
+            (block.number, name): into for block in self._plan.blocks for name, into in self.of(block.number)
+        }
 
     def fill(self) -> None:
         """Raises InvalidArgument: one block has parameters that were stepped differently often."""
@@ -83,14 +87,18 @@ class BlockStates:
         known = self._scalars.setdefault((block, name), value.detach().to("cpu", SCALAR).clone())
         if not torch.equal(known, value.detach().cpu()):
             raise InvalidArgument(
-                f"the optimizer's {name} of {parameter} is {float(value):g}, that of a parameter in the same block is {float(known):g}: "
+                f"the optimizer's {name} of {parameter} is {float(value):g}, that of a parameter "
+                f"in the same block is {float(known):g}: "
                 "a block has one",
                 hint="leave --init-optimizer out: then the optimizer's state starts fresh",
             )
 
 
-def write_training(url: str, model: nn.Module, optimizer: torch.optim.Optimizer, lane_zero: LaneZero | None) -> str:
-    """All three as plain PyTorch loads them. `lane_zero`: has the scheduler's state; `optimizer` its own, and the options of its groups."""
+def write_training(
+    url: str, model: nn.Module, optimizer: torch.optim.Optimizer, lane_zero: LaneZero | None
+) -> str:
+    """All three as plain PyTorch loads them. `lane_zero`: has the scheduler's state; `optimizer` its own, and
+    the options of its groups."""
     found: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if lane_zero is not None and lane_zero.scheduler:
         found["scheduler"] = decode(lane_zero.scheduler["state"])

@@ -1,6 +1,8 @@
-"""What the training loops need of a model. TorchCompute is the real one; simulations have a tiny one of their own.
+"""What the training loops need of a model. TorchCompute is the real one; simulations have a tiny one of their
+own.
 
-    version s:  begin_step ─► per node, per lane: gradient ─► sink.done(block) ─► contribution(node, block) is pushed
+    version s:  begin_step ─► per node, per lane: gradient ─► sink.done(block)
+        ─► contribution(node, block) is pushed
     version s+1:  staging(block) filled by pulls ─► swap ─► current
 
 The loops see no tensors: a block is a view of bytes, numbered as in `layout.blocks()`.
@@ -33,9 +35,10 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class BeforeStep:
-    """What happened between a step and the one before it, as far as schedules follow it. `epoch_ended`: it is the first step of an epoch
-    behind another one. `metric`: the value of plateau_metric in the evaluation whose result takes effect here (NaN: it had none that is
-    finite); None: no result does. `is_own` False: others make the step, so only the scheduler goes on, in a tenth of the time."""
+    """What happened between a step and the one before it, as far as schedules follow it. `epoch_ended`: it is
+    the first step of an epoch behind another one. `metric`: the value of plateau_metric in the evaluation
+    whose result takes effect here (NaN: it had none that is finite); None: no result does. `is_own` False:
+    others make the step, so only the scheduler goes on, in a tenth of the time."""
 
     epoch_ended: bool = False
     metric: float | None = None
@@ -47,9 +50,9 @@ NOTHING_BEFORE = BeforeStep()
 
 @dataclass(frozen=True, slots=True)
 class LaneResult:
-    """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out, because the loss or a
-    gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`. `warnings`: what the user
-    should hear, each once."""
+    """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out,
+    because the loss or a gradient was not finite. `metrics`: what the script reported with
+    `trireme.log_metrics`. `warnings`: what the user should hear, each once."""
 
     loss_sum: float
     records: int
@@ -60,8 +63,8 @@ class LaneResult:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A minibatch that `gradient` can begin with. `named`: of each embedding table, the ids that the script names. `rows`: theirs at the step's version,
-    float32 (n, dim). `batch`: known to who made it alone."""
+    """A minibatch that `gradient` can begin with. `named`: of each embedding table, the ids that the script
+    names. `rows`: theirs at the step's version, float32 (n, dim). `batch`: known to who made it alone."""
 
     named: Sequence[Grouped]
     batch: Any = None
@@ -110,7 +113,8 @@ def node_result(result: LaneResult) -> NodeResult:
 
 
 class BlockSink(Protocol):
-    """Takes the blocks of a gradient one after the other, on their way from backward to the outbox of the block's owner."""
+    """Takes the blocks of a gradient one after the other, on their way from backward to the outbox of the
+    block's owner."""
 
     def done(self, block: int) -> None:
         """The block's values are final. Called once for each block."""
@@ -118,7 +122,8 @@ class BlockSink(Protocol):
 
 
 class Compute(Protocol):
-    """One trainer's model. Calls are never concurrent: the loop awaits `gradient`, `evaluate` and `export` one by one.
+    """One trainer's model. Calls are never concurrent: the loop awaits `gradient`, `evaluate` and `export`
+    one by one.
 
     Errors of the user's code are raised as trireme_shared.protocol.errors.UserCodeError.
     """
@@ -137,14 +142,17 @@ class Compute(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the script has gone on behind its own loop: then there are no more gradients, and only a new process can train."""
+        """Whether the script has gone on behind its own loop: then there are no more gradients, and only a
+        new process can train."""
 
     @property
     def may_initialise(self) -> bool:
-        """Whether it has all that parameter servers start with. False: it was made for a job that had begun; only a new one can."""
+        """Whether it has all that parameter servers start with. False: it was made for a job that had begun;
+        only a new one can."""
 
     def current(self, block: int) -> memoryview:
-        """Bytes of a block of the parameters in use; at first these are the initial values of (model, seed)."""
+        """Bytes of a block of the parameters in use; at first these are the initial values of (model,
+        seed)."""
 
     def staging(self, block: int) -> memoryview:
         """Writable bytes for the block's next value, which a pull brings."""
@@ -156,25 +164,28 @@ class Compute(Protocol):
         """The block's next value is the one in use."""
 
     def swap(self) -> None:
-        """The complete staging vector becomes the parameters in use, and the old one becomes the staging vector."""
+        """The complete staging vector becomes the parameters in use, and the old one becomes the staging
+        vector."""
 
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
-        """Once per step, before its gradients: the options of this step, and the scheduler's state after it."""
+        """Once per step, before its gradients: the options of this step, and the scheduler's state after
+        it."""
 
     def initial_lane_zero(self) -> LaneZero:
-        """What version 0 carries: the options the optimizer groups start with and the scheduler's first state."""
+        """What version 0 carries: the options the optimizer groups start with and the scheduler's first
+        state."""
 
     def initial_state(self, block: int) -> Sequence[tuple[str, memoryview]]:
-        """(name, bytes) of each tensor of the state that the block's optimizer starts with; empty: it starts fresh. Until the first
-        `begin_step`."""
+        """(name, bytes) of each tensor of the state that the block's optimizer starts with; empty: it starts
+        fresh. Until the first `begin_step`."""
 
     def restore(self, lane_zero: LaneZero) -> None:
-        """Scheduler and options as after the step that made a version; the next `begin_step` goes on from there. The
-        residuals of earlier casts are cleared."""
+        """Scheduler and options as after the step that made a version; the next `begin_step` goes on from
+        there. The residuals of earlier casts are cleared."""
 
     async def prepare(self, seed: int, records: Records) -> Ready | None:
-        """A minibatch for `gradient`, without rows; None: the script does not say which it will look up. It changes nothing that other calls
-        see."""
+        """A minibatch for `gradient`, without rows; None: the script does not say which it will look up. It
+        changes nothing that other calls see."""
 
     async def gradient(
         self,
@@ -187,18 +198,21 @@ class Compute(Protocol):
     ) -> LaneResult:
         """Forward and backward of one minibatch (`None`: the lane is empty) with random numbers from `seed`.
 
-        One call for each lane of a node [first, last), in order. During the call for the last lane, `sink.done(block)` is
-        called in the event loop, exactly once per block, when backward has finished with the block (small blocks may wait for
-        others). From then on `contribution(node, block)` is the weighted mean over the node's lanes (trireme_shared.protocol.lanes.combine,
-        canonical tree), cast to the dtype in which gradients are sent. If cancelled, it returns only when no thread uses the
-        vectors any more. `ready`: of these records and this seed, with rows; for one call. The result is the same with and without it.
+        One call for each lane of a node [first, last), in order. During the call for the last lane,
+        `sink.done(block)` is called in the event loop, exactly once per block, when backward has finished
+        with the block (small blocks may wait for others). From then on `contribution(node, block)` is the
+        weighted mean over the node's lanes (trireme_shared.protocol.lanes.combine, canonical tree), cast to
+        the dtype in which gradients are sent. If cancelled, it returns only when no thread uses the vectors
+        any more. `ready`: of these records and this seed, with rows; for one call. The result is the same
+        with and without it.
         """
 
     def result(self) -> LaneResult:
         """Of the lane whose `gradient` is under way, from its first finished block on, or of the last one."""
 
     def contribution(self, node: Interval, block: int) -> memoryview:
-        """Bytes of a finished block of a node, readable until `forget_nodes`; may be empty if no lane had records."""
+        """Bytes of a finished block of a node, readable until `forget_nodes`; may be empty if no lane had
+        records."""
 
     def samples(self, node: Interval) -> int:
         """How many records the mean of a node with a finished block is of."""
@@ -207,17 +221,19 @@ class Compute(Protocol):
         """Where the coming forward passes find the rows of embedding tables."""
 
     def lane_rows(self) -> Sequence[LaneRows]:
-        """Of each embedding table: the gradients of rows that the last `gradient` made; without ids if its lane had no records, or they were left out."""
+        """Of each embedding table: the gradients of rows that the last `gradient` made; without ids if its
+        lane had no records, or they were left out."""
 
     def forget_nodes(self) -> None:
         """All contributions may be overwritten: their pushes are over, or the step is computed again."""
 
     async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
-        """Sums over one minibatch, in evaluation mode, with random numbers from `seed`. With the parameters in use, or (`pinned`) with those
-        written to `pinned`; the next gradient is the same as without it."""
+        """Sums over one minibatch, in evaluation mode, with random numbers from `seed`. With the parameters
+        in use, or (`pinned`) with those written to `pinned`; the next gradient is the same as without it."""
 
     def pinned(self, block: int) -> memoryview:
-        """Writable bytes of a block of a second set of parameters, for `evaluate`. It takes as much memory as the parameters."""
+        """Writable bytes of a block of a second set of parameters, for `evaluate`. It takes as much memory as
+        the parameters."""
 
     def pin_rows(self, tables: Sequence[StoredTable]) -> None:
         """All embedding tables as `evaluate` of what is pinned looks them up."""
@@ -232,4 +248,5 @@ class Compute(Protocol):
         """Write the parameters in use below `directory` (path or fsspec URL); kind -> URL of each file."""
 
     async def finish(self) -> None:
-        """The training is over, and this trainer has exported the model: what the script does after its own loop."""
+        """The training is over, and this trainer has exported the model: what the script does after its own
+        loop."""

@@ -2,8 +2,8 @@
 
     trainer-0, trainer-1, trainer-2 on a host with two GPUs ─► cuda:0, cuda:1, cuda:0
 
-GPUs are those that CUDA_VISIBLE_DEVICES leaves, in its order. `precision = "bf16"`: forward, loss and evaluation run under torch.autocast;
-parameters, gradients and optimizer stay float32.
+GPUs are those that CUDA_VISIBLE_DEVICES leaves, in its order. `precision = "bf16"`: forward, loss and
+evaluation run under torch.autocast; parameters, gradients and optimizer stay float32.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ HOST = torch.device("cpu")
 
 
 def device_of(name: str, *, deterministic: bool, number: int = 0) -> torch.device:
-    """The device of the trainer with this number on its host, for `device = name`. It becomes the calling thread's current one, so
-    that the user's `.cuda()` means the same. Raises InvalidArgument for `cuda` on a machine without a GPU. `deterministic`: see
-    `use_deterministic_kernels`."""
+    """The device of the trainer with this number on its host, for `device = name`. It becomes the calling
+    thread's current one, so that the user's `.cuda()` means the same. Raises InvalidArgument for `cuda` on a
+    machine without a GPU. `deterministic`: see `use_deterministic_kernels`."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(
             "device is cuda, but torch finds no GPU",
@@ -54,8 +54,8 @@ def is_host(device: torch.device) -> bool:
 
 
 def use_deterministic_kernels() -> None:
-    """In this process, for CUDA: cuDNN, cuBLAS, and the scatters and index backwards that otherwise add in any order. What has no
-    such kernel raises RuntimeError. Call it before the GPU is first used."""
+    """In this process, for CUDA: cuDNN, cuBLAS, and the scatters and index backwards that otherwise add in
+    any order. What has no such kernel raises RuntimeError. Call it before the GPU is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(True)
@@ -71,7 +71,8 @@ def check_precision(precision: Precision, model: nn.Module, device: torch.device
     if torch.float32 not in dtypes:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise InvalidArgument(
-            f"precision is bf16, which computes with float32 parameters in bfloat16, and those of the model are {found}",
+            "precision is bf16, which computes with float32 parameters in bfloat16, and those of "
+            f"the model are {found}",
             hint="leave precision out, or build the model in float32",
         )
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -82,13 +83,14 @@ def check_precision(precision: Precision, model: nn.Module, device: torch.device
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Around one forward pass with its loss. Weights are cast once in it; what it leaves is backward's, in the same dtypes."""
+    """Around one forward pass with its loss. Weights are cast once in it; what it leaves is backward's, in
+    the same dtypes."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with its tensors on `device`, in containers of the same kinds: lists, tuples, named tuples, dataclasses, mappings,
-    and objects that have their own `to(device)`. Other objects are left alone."""
+    """`batch` with its tensors on `device`, in containers of the same kinds: lists, tuples, named tuples,
+    dataclasses, mappings, and objects that have their own `to(device)`. Other objects are left alone."""
     match batch:
         case torch.Tensor():
             return batch.to(device, non_blocking=True)
@@ -103,13 +105,15 @@ def on_device(batch: Any, device: torch.device) -> Any:
         case _ if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
             moved = copy.copy(batch)
             for field in dataclasses.fields(batch):
-                object.__setattr__(moved, field.name, on_device(getattr(batch, field.name), device))  # also if frozen
+                # also if frozen
+                object.__setattr__(moved, field.name, on_device(getattr(batch, field.name), device))
             return moved
     return batch
 
 
 def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """`values`, which have the keys of `batch`, in a mapping of its kind. A mapping that cannot be written becomes a dict."""
+    """`values`, which have the keys of `batch`, in a mapping of its kind. A mapping that cannot be written
+    becomes a dict."""
     if type(batch) is dict or not isinstance(batch, MutableMapping):
         return values
     moved = copy.copy(batch)

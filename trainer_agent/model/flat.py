@@ -1,4 +1,5 @@
-"""Parameters and buffers laid end to end: the place of each in the flat vector of its segment, and the vectors.
+"""Parameters and buffers laid end to end: the place of each in the flat vector of its segment, and the
+vectors.
 
     segment (dtype x optimizer group)   | weight ....... | pad | bias .. | pad | weight ...   each start on 64 bytes
     blocks                              |------ 0 ------|------ 1 ------|---- 2 ----|
@@ -27,13 +28,21 @@ from trainer_agent.model.optimizer import check_has_not_begun, spec_of
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.job_choices import Transported
-from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
+from trireme_shared.protocol.records.layout import (
+    ALIGNMENT_BYTES,
+    ELEMENT_BYTES,
+    Block,
+    Layout,
+    OptimizerSpec,
+    Segment,
+)
 from trireme_shared.serving.core.geometry import rounds_by_parameter
 from trireme_shared.serving.transport.shared_memory import new_region
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HINTS = {
-    "parameter": "to train both as one, give the module the parameter itself (b.weight = a.weight); else clone() its values",
+    "parameter": "to train both as one, give the module the parameter itself (b.weight = a.weight); else "
+    "clone() its values",
     "buffer": "give the buffer memory of its own: register_buffer(name, parameter.detach().clone())",
     "attribute": "compute it in forward from the parameter, or clone() it",
 }
@@ -78,8 +87,9 @@ class Plan:
 
 
 class Vector:
-    """One flat vector of the whole layout: a zeroed tensor per segment, in the dtype in which the segment is sent as `dtype`. They lie
-    end to end in `flat` (uint8). `shared`: in memory that parameter servers on this host may read, if the host has such memory."""
+    """One flat vector of the whole layout: a zeroed tensor per segment, in the dtype in which the segment is
+    sent as `dtype`. They lie end to end in `flat` (uint8). `shared`: in memory that parameter servers on this
+    host may read, if the host has such memory."""
 
     def __init__(
         self,
@@ -103,7 +113,8 @@ class Vector:
             else torch.frombuffer(self._region, dtype=torch.uint8, count=end)
         )
         self.segments = [
-            _typed(self.flat, offset, size, dtype) for offset, size, dtype in zip(offsets, sizes, dtypes, strict=True)
+            _typed(self.flat, offset, size, dtype)
+            for offset, size, dtype in zip(offsets, sizes, dtypes, strict=True)
         ]
         self.blocks = [self.segments[b.segment][b.first : b.first + b.elements] for b in plan.blocks]
 
@@ -115,8 +126,8 @@ class Vector:
         return [self.view(place) for place in places]
 
     def parts(self, place: Place, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For each block of `place`: its number, the place's elements there, and those of `values`, which have the place's shape and
-        strides; 1-d views."""
+        """For each block of `place`: its number, the place's elements there, and those of `values`, which
+        have the place's shape and strides; 1-d views."""
         flat, done = values.as_strided((place.elements,), (1,)), 0
         for number in self._plan.blocks_of(place):
             block = self._plan.blocks[number]
@@ -134,20 +145,22 @@ class Vector:
 
     @property
     def lost(self) -> bool:
-        """Whether a parameter server may still read its present content: then it must not be written any more."""
+        """Whether a parameter server may still read its present content: then it must not be written any
+        more."""
         return self._region is not None and self._region.lost
 
 
 def _typed(flat: torch.Tensor, offset: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """These bytes as a tensor. In plain host memory it has a storage of its own: torch.save refuses one storage in several dtypes, which
-    a model with float32 and bfloat16 parameters would have."""
+    """These bytes as a tensor. In plain host memory it has a storage of its own: torch.save refuses one
+    storage in several dtypes, which a model with float32 and bfloat16 parameters would have."""
     if size and is_host(flat.device) and not flat.is_pinned():
         return torch.frombuffer(bytes_of(flat), dtype=dtype, count=size // dtype.itemsize, offset=offset)
     return flat[offset : offset + size].view(dtype)
 
 
 class PinnedVector:
-    """A second set of values, in host memory, that is read on `device`. Takes no memory before the first `memory`."""
+    """A second set of values, in host memory, that is read on `device`. Takes no memory before the first
+    `memory`."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._plan, self._device = plan, device
@@ -190,8 +203,8 @@ def plan(
 ) -> Plan:
     """The layout of `model` under `optimizer`. Raises InvalidArgument for what cannot be laid out.
 
-    Constants stay in the trainer: parameters without gradient or optimizer group, and buffers that are neither
-    floating-point nor int64.
+    Constants stay in the trainer: parameters without gradient or optimizer group, and buffers that are
+    neither floating-point nor int64.
     """
     spec = spec_of(optimizer)
     group_of = groups_of(optimizer)
@@ -209,14 +222,19 @@ def plan(
         raise InvalidArgument(
             "the model has no parameter to train", hint="give the optimizer parameters that require gradients"
         )
-    buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point() or b.dtype == torch.int64}
+    buffers = {
+        name: b for name, b in model.named_buffers() if b.is_floating_point() or b.dtype == torch.int64
+    }
     builder = _Builder()
     parameter_places = [
-        builder.place(name, p, Segment(kind="param", dtype=_dtype(name, p), elements=0, group=group_of[id(p)]))
+        builder.place(
+            name, p, Segment(kind="param", dtype=_dtype(name, p), elements=0, group=group_of[id(p)])
+        )
         for name, p in trained.items()
     ]
     buffer_places = [
-        builder.place(name, b, Segment(kind="buffer", dtype=_dtype(name, b), elements=0)) for name, b in buffers.items()
+        builder.place(name, b, Segment(kind="buffer", dtype=_dtype(name, b), elements=0))
+        for name, b in buffers.items()
     ]
     layout = Layout(
         segments=builder.segments(spec),
@@ -231,16 +249,24 @@ def plan(
 
 
 def digest(model: nn.Module, group_of: dict[int, int], *, ordered: bool = True) -> str:
-    """SHA-256 over names, shapes, dtypes, memory formats and optimizer groups, in the model's order, or in that of their text."""
+    """SHA-256 over names, shapes, dtypes, memory formats and optimizer groups, in the model's order, or in
+    that of their text."""
     tensors = tensors_of(model, group_of)
     return hashlib.sha256(json.dumps(tensors if ordered else sorted(tensors, key=str)).encode()).hexdigest()
 
 
 def tensors_of(model: nn.Module, group_of: dict[int, int]) -> list[list[Any]]:
-    """[kind, name, shape, dtype, optimizer group] of each parameter and buffer, in the model's order; JSON. Those that are
-    not contiguous have their strides as a sixth entry."""
+    """[kind, name, shape, dtype, optimizer group] of each parameter and buffer, in the model's order; JSON.
+    Those that are not contiguous have their strides as a sixth entry."""
     return [
-        [kind, name, list(tensor.shape), str(tensor.dtype), group_of.get(id(tensor), -1), *_order_in_memory(tensor)]
+        [
+            kind,
+            name,
+            list(tensor.shape),
+            str(tensor.dtype),
+            group_of.get(id(tensor), -1),
+            *_order_in_memory(tensor),
+        ]
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers()))
         for name, tensor in tensors
     ]
@@ -299,17 +325,20 @@ class _Builder:
 
 def _dtype(name: str, tensor: torch.Tensor) -> str:
     if nn.parameter.is_lazy(tensor):
-        raise InvalidArgument(f"{name} is not initialised", hint="model() must return a module without lazy parameters")
+        raise InvalidArgument(
+            f"{name} is not initialised", hint="model() must return a module without lazy parameters"
+        )
     if tensor.dtype not in _NAMES or (isinstance(tensor, nn.Parameter) and not tensor.is_floating_point()):
         raise InvalidArgument(
-            f"{name} has dtype {tensor.dtype}", hint="use float32, bfloat16 or float16 (model.float() converts)"
+            f"{name} has dtype {tensor.dtype}",
+            hint="use float32, bfloat16 or float16 (model.float() converts)",
         )
     return _NAMES[tensor.dtype]
 
 
 def checked_model(model: Any) -> nn.Module:
-    """In place: a buffer that holds one number at several places (`torch.ones(1).expand(8)`) gets a place for each, since such memory
-    cannot be written. Raises InvalidArgument for what is no model."""
+    """In place: a buffer that holds one number at several places (`torch.ones(1).expand(8)`) gets a place for
+    each, since such memory cannot be written. Raises InvalidArgument for what is no model."""
     if isinstance(model, nn.Module):
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -320,10 +349,12 @@ def checked_model(model: Any) -> nn.Module:
 
 
 class LiveBuffers:
-    """The module's buffers that are in the plan (BatchNorm statistics …): every lane starts a step from the same values, and its changed values
-    are pushed. Asynchronous jobs push what was added to integer buffers. Other buffers (bool, int32, …) are constants of the model.
+    """The module's buffers that are in the plan (BatchNorm statistics …): every lane starts a step from the
+    same values, and its changed values are pushed. Asynchronous jobs push what was added to integer buffers.
+    Other buffers (bool, int32, …) are constants of the model.
 
-    current vector ──load──► the module's buffers ──forward changes them──► store ──► buffer segments of the gradient slot
+    current vector ──load──► the module's buffers ──forward changes them──► store ──► buffer segments of the
+        gradient slot
 
     A module may replace a buffer by a new tensor at any time. `counts`: integer
     ones are stored as what was added to them."""
@@ -349,15 +380,17 @@ class LiveBuffers:
 
 
 def check_storage(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
-    """Raises InvalidArgument if a parameter of `trained` shares memory with another tensor of the model, or has elements in the same place: laying
-    parameters out end to end would take them apart, so each would be trained by itself.
+    """Raises InvalidArgument if a parameter of `trained` shares memory with another tensor of the model, or
+    has elements in the same place: laying parameters out end to end would take them apart, so each would be
+    trained by itself.
 
         b.weight = a.weight                  one parameter, which two modules have: trained once
         b.weight.data = a.weight.data        two parameters in one memory: refused"""
     for name, parameter in trained.items():
         if not nn.parameter.is_lazy(parameter) and _overlaps_itself(parameter):
             raise InvalidArgument(
-                f"elements of the parameter {name} share memory (shape {tuple(parameter.shape)}, strides {parameter.stride()})",
+                f"elements of the parameter {name} share memory (shape {tuple(parameter.shape)}, "
+                f"strides {parameter.stride()})",
                 hint="make it of a tensor with memory of its own: nn.Parameter(values.clone())",
             )
     places: dict[int, list[tuple[str, str, torch.Tensor]]] = defaultdict(list)
@@ -370,7 +403,9 @@ def check_storage(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None
                 continue
             others = (member for k, member in enumerate(members) if k != number and _share(tensor, member[2]))
             for kind, other, _ in others:
-                raise InvalidArgument(f"the parameter {name} shares memory with the {kind} {other}", hint=_HINTS[kind])
+                raise InvalidArgument(
+                    f"the parameter {name} shares memory with the {kind} {other}", hint=_HINTS[kind]
+                )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -385,9 +420,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         if module._forward_pre_hooks:  # noqa: SLF001  they compute such attributes (spectral_norm)
             continue
         for name, value in vars(module).items():
-            found = value if isinstance(value, list | tuple) else value.values() if type(value) is dict else [value]
+            found = (
+                value
+                if isinstance(value, list | tuple)
+                else value.values()
+                if type(value) is dict
+                else [value]
+            )
             if not name.startswith("_"):
-                yield from (("attribute", f"{path}.{name}".lstrip("."), each) for each in _plain(found, known))
+                yield from (
+                    ("attribute", f"{path}.{name}".lstrip("."), each) for each in _plain(found, known)
+                )
 
 
 def _plain(values: Iterable[object], known: set[int]) -> Iterator[torch.Tensor]:
@@ -395,7 +438,9 @@ def _plain(values: Iterable[object], known: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    dimensions = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    dimensions = sorted(
+        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    )
     end = 0  # of the elements of the dimensions so far
     for step, size in dimensions:
         if step <= end:

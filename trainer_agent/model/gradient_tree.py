@@ -1,16 +1,18 @@
-"""Gradient vectors and the canonical tree (training.md): a binary counter of subtrees, combined in place, checked, clipped, and cast for their way.
+"""Gradient vectors and the canonical tree (training.md): a binary counter of subtrees, combined in place,
+checked, clipped, and cast for their way.
 
     lane 0 ─► slot 0        lane 1 ─► slot 1, combined into 0        lane 2 ─► slot 1
     lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, pushed from slot 0
 
-Slots are allocated once: log2 of a node's lanes, plus one. A trainer that owns fewer lanes than before frees some. Not
-thread-safe: one thread computes at a time. In synchronous mode every node of the tree is rounded to the dtype in which
-gradients are sent (trireme_shared.blocks.buffers.round_to).
+Slots are allocated once: log2 of a node's lanes, plus one. A trainer that owns fewer lanes than before frees
+some. Not thread-safe: one thread computes at a time. In synchronous mode every node of the tree is rounded to
+the dtype in which gradients are sent (trireme_shared.blocks.buffers.round_to).
 
-Losses and gradients that are NaN or infinite are noticed before they are pushed. A block is summed right after it was written, while
-the processor's cache holds it, which costs a third of reading it again later: the sum of finite values is finite, unless it overflows
-itself. Only then each value is looked at. The norm of a whole gradient that this process has is found block by block, with the bits
-that parameter servers find (trireme_shared.blocks.gradient_norm).
+Losses and gradients that are NaN or infinite are noticed before they are pushed. A block is summed right
+after it was written, while the processor's cache holds it, which costs a third of reading it again later: the
+sum of finite values is finite, unless it overflows itself. Only then each value is looked at. The norm of a
+whole gradient that this process has is found block by block, with the bits that parameter servers find
+(trireme_shared.blocks.gradient_norm).
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ WHAT_TO_DO = (
     "lower the learning rate or look at the records; "
     "on_nonfinite = skip leaves such minibatches out, on_nonfinite = ignore trains with them"
 )
-WATCHED_STEPS = 8  # a slot that none of these steps took is freed; one step is not enough, a task's last may be short
+# a slot that none of these steps took is freed; one step is not enough, a task's last may be short
+WATCHED_STEPS = 8
 TOLD_BYTES = (
     256 << 10
 )  # finished blocks are told to the event loop when there are so many bytes of them, or no more will come
@@ -51,7 +54,9 @@ class LeftOutError(NonFiniteError):
     """The script's GradScaler found such a gradient, and left the step out."""
 
     def __init__(self) -> None:
-        super().__init__("GradScaler found a gradient that is not finite, and left the step of this minibatch out")
+        super().__init__(
+            "GradScaler found a gradient that is not finite, and left the step of this minibatch out"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,11 @@ class TreeRules:
 
     #: by block: the dtype that it is rounded to at every node
     rounded: Sequence[Narrow | None] = ()
-    #: the vectors are a GPU's, which is not waited for block by block: `close` does all for whole segments, and sends the vector in one copy
+    #: the vectors are a GPU's, which is not waited for block by block: `close` does all for whole segments,
+    # and sends the vector in one copy
     whole: bool = False
-    #: gradients of a lane that are not finite are noticed as its blocks finish; then the lane is `broken`, and no more of its node is done
+    #: gradients of a lane that are not finite are noticed as its blocks finish; then the lane is `broken`,
+    # and no more of its node is done
     finite: bool = False
     #: see LiveBuffers
     counts: bool = False
@@ -84,9 +91,10 @@ class TreeRules:
 
 
 class GradientTree:
-    """The nodes of one step, and a BlockSink for the last lane of each: `open` ... `done(block)` ... `close`. `lane(slot)` is the BlockSink
-    for a lane before, then `add`. `send_buffers`: for finished blocks that are not sent from the slot they were computed in. `add`, `done` and
-    `close` raise OverflowError if a value does not fit the dtype, `close` NonFiniteError if the norm is not finite."""
+    """The nodes of one step, and a BlockSink for the last lane of each: `open` ... `done(block)` ... `close`.
+    `lane(slot)` is the BlockSink for a lane before, then `add`. `send_buffers`: for finished blocks that are
+    not sent from the slot they were computed in. `add`, `done` and `close` raise OverflowError if a value
+    does not fit the dtype, `close` NonFiniteError if the norm is not finite."""
 
     def __init__(
         self,
@@ -102,7 +110,8 @@ class GradientTree:
         # the pieces that are combined: blocks, or whole segments
         piece_segments = list(range(len(segments))) if whole else [block.segment for block in plan.blocks]
         self._means: list[Callable[..., tuple[Any, int]]] = [
-            combine if s.kind == "param" else add_changes if rules.counts else combine_buffers for s in segments
+            combine if s.kind == "param" else add_changes if rules.counts else combine_buffers
+            for s in segments
         ]
         self._piece_means = [self._means[number] for number in piece_segments]
         self._buffer_blocks = [block for block in plan.blocks if segments[block.segment].kind == "buffer"]
@@ -111,7 +120,9 @@ class GradientTree:
         self._unsent: dict[Interval, set[int]] = {}
         self._plan, self._device, self._send_buffers = plan, device, send_buffers
         self._checked = [
-            piece for piece, number in enumerate(piece_segments) if rules.finite and segments[number].kind == "param"
+            piece
+            for piece, number in enumerate(piece_segments)
+            if rules.finite and segments[number].kind == "param"
         ]
         self._unlooked: set[int] = set()  # such pieces of this lane that were not looked at
         self.broken = False
@@ -182,7 +193,8 @@ class GradientTree:
         return self._memory[slot][block]
 
     def add(self, entry: Entry) -> None:
-        """A lane that is not the node's last: equal neighbours become one subtree, like carries of a binary counter."""
+        """A lane that is not the node's last: equal neighbours become one subtree, like carries of a binary
+        counter."""
         self._round_all(entry)
         self._entries.append(entry)
         while len(self._entries) > 1 and self._entries[-1].lanes == self._entries[-2].lanes:
@@ -200,7 +212,8 @@ class GradientTree:
             self._entries.append(both)
 
     def open(self, node: Interval, last: Entry, sink: BlockSink) -> None:
-        """The node's last lane starts: choose the slot of the result (that of the leftmost subtree with data). `sink` takes the node's blocks."""
+        """The node's last lane starts: choose the slot of the result (that of the leftmost subtree with
+        data). `sink` takes the node's blocks."""
         self._fold = [*self._entries, last]
         self._results[node] = next((entry.slot for entry in self._fold if entry.count), None)
         self._samples[node] = sum(entry.count for entry in self._fold)
@@ -210,7 +223,8 @@ class GradientTree:
         self._done = [False] * len(self._plan.blocks)
 
     def done(self, block: int) -> None:
-        """The last lane's part of the block is final: combine from the right, in place. Then the node's block is done."""
+        """The last lane's part of the block is final: combine from the right, in place. Then the node's block
+        is done."""
         assert self._sink is not None
         self._done[block] = True
         if self._result is None:
@@ -232,7 +246,8 @@ class GradientTree:
             self._send_buffers.put(result, block, self.slots[result].blocks[block])
 
     def close(self) -> None:
-        """Finish what is left (parameters without gradient, buffers); the slots of the other subtrees become free."""
+        """Finish what is left (parameters without gradient, buffers); the slots of the other subtrees become
+        free."""
         if (slot := self._fold[-1].slot) is not None:
             self.is_finite(slot)
         if self._result is not None and not self.broken:
@@ -254,12 +269,16 @@ class GradientTree:
         if self._limit is not None:
             clip(self._plan, self.slots[result], self._limit, any_norm=self._any_norm)
         self._send_buffers.put_all(result, self.slots[result])
-        self._unsent[self._node] = {block.number for block in self._buffer_blocks if self._is_unchanged(block.number)}
+        self._unsent[self._node] = {
+            block.number for block in self._buffer_blocks if self._is_unchanged(block.number)
+        }
         self._all_done()
 
     def _finish_blocks(self, result: int, limit: float) -> None:
         """All blocks of the node, once it is clipped."""
-        self._unsent[self._node] = {block.number for block in self._buffer_blocks if self._is_unchanged(block.number)}
+        self._unsent[self._node] = {
+            block.number for block in self._buffer_blocks if self._is_unchanged(block.number)
+        }
         numbers = [block.number for block in self._plan.blocks]
         for block in numbers:
             if block not in self._unsent[self._node]:
@@ -321,7 +340,9 @@ class GradientTree:
             ]
         )  # a GPU is waited for once
         numbers = [block.number for block in self._buffer_blocks]
-        self._unchanged[slot] = {number for number, flag in zip(numbers, changed.tolist(), strict=True) if not flag}
+        self._unchanged[slot] = {
+            number for number, flag in zip(numbers, changed.tolist(), strict=True) if not flag
+        }
 
     def _is_unchanged(self, block: int) -> bool:
         """In every lane of the open node that has data."""
@@ -342,7 +363,9 @@ class GradientTree:
         if dtype is None or values is None:
             return
         if dtype not in self._scratch:
-            largest = max(part.elements for part in (self._plan.layout.segments if self._whole else self._plan.blocks))
+            largest = max(
+                part.elements for part in (self._plan.layout.segments if self._whole else self._plan.blocks)
+            )
             self._scratch[dtype] = torch.empty(largest, dtype=DTYPES[dtype], device=self._device)
         try:
             round_to(values, self._scratch[dtype][: values.numel()])
@@ -361,8 +384,8 @@ class _Lane:
 
 
 class ToEventLoop:
-    """A BlockSink for the thread that computes: `sink` takes the blocks in the event loop in which this was made. Small blocks go together:
-    waking the event loop and a parameter server for each costs too much."""
+    """A BlockSink for the thread that computes: `sink` takes the blocks in the event loop in which this was
+    made. Small blocks go together: waking the event loop and a parameter server for each costs too much."""
 
     def __init__(self, blocks: Sequence[Block], sink: BlockSink) -> None:
         """`blocks`: each of them will be done once."""
@@ -386,16 +409,19 @@ class ToEventLoop:
 
 
 class SendBuffers:
-    """Host memory for finished gradients that are not sent from the memory they were computed in: from a GPU, or cast.
+    """Host memory for finished gradients that are not sent from the memory they were computed in: from a GPU,
+    or cast.
 
-        cast: block + residual ─► narrower dtype ─► sent        the new residual = block + residual - what is sent
+        cast: block + residual ─► narrower dtype ─► sent
+            the new residual = block + residual - what is sent
         GPU: the whole vector, cast there ─► one copy to page-locked host memory ─► all blocks sent
 
-    There is a host vector per gradient slot, in the dtypes that are sent; allocated once. A copy for each block of a GPU's vector would
-    cost a wait for each. Not thread-safe. `shared`: see Vector.
+    There is a host vector per gradient slot, in the dtypes that are sent; allocated once. A copy for each
+    block of a GPU's vector would cost a wait for each. Not thread-safe. `shared`: see Vector.
 
-    Error feedback (Seide et al. 2014, Karimireddy et al. 2019): the residual of a block's cast is added to its next gradient, so
-    nothing is lost for ever. The residual is kept by this trainer only: if it dies, at most one rounding error per element is lost."""
+    Error feedback (Seide et al. 2014, Karimireddy et al. 2019): the residual of a block's cast is added to
+    its next gradient, so nothing is lost for ever. The residual is kept by this trainer only: if it dies, at
+    most one rounding error per element is lost."""
 
     def __init__(
         self, plan: Plan, device: torch.device, dtype: Transported, *, feedback: bool, shared: bool = False
@@ -417,7 +443,9 @@ class SendBuffers:
         self._cast: Vector | None = None  # on a GPU: what is sent
 
     def __repr__(self) -> str:
-        return f"<SendBuffers from {self._device} as {self._dtype}, {len(self.residuals)} blocks with feedback>"
+        return (
+            f"<SendBuffers from {self._device} as {self._dtype}, {len(self.residuals)} blocks with feedback>"
+        )
 
     def memory(self, slot: int) -> list[memoryview]:
         return self._host(slot)[1]
@@ -442,7 +470,11 @@ class SendBuffers:
         if any(self._narrow):
             sent = self._cast = self._cast or Vector(self._plan, self._device, dtype=self._dtype)
             for number, segment in enumerate(self._plan.layout.segments):
-                out, values, residual = sent.segments[number], vector.segments[number], self._residuals[number]
+                out, values, residual = (
+                    sent.segments[number],
+                    vector.segments[number],
+                    self._residuals[number],
+                )
                 self._write(out, values, segment.travels_as(self._dtype), residual, f"segment {number}")
         self._host(slot)[0].flat.copy_(sent.flat)
 
@@ -453,7 +485,11 @@ class SendBuffers:
 
     @staticmethod
     def _write(
-        out: torch.Tensor, values: torch.Tensor, dtype: Narrow | None, residual: torch.Tensor | None, where: str
+        out: torch.Tensor,
+        values: torch.Tensor,
+        dtype: Narrow | None,
+        residual: torch.Tensor | None,
+        where: str,
     ) -> None:
         with torch.no_grad():
             if dtype is None:
@@ -470,13 +506,17 @@ class SendBuffers:
 
     def _host(self, slot: int) -> tuple[Vector, list[memoryview]]:
         if slot not in self.hosts:
-            host = Vector(self._plan, HOST, pinned=self._device.type == "cuda", dtype=self._dtype, shared=self._shared)
+            host = Vector(
+                self._plan, HOST, pinned=self._device.type == "cuda", dtype=self._dtype, shared=self._shared
+            )
             self.hosts[slot] = host, host.memory()
         return self.hosts[slot]
 
 
 def overflow(where: str, error: OverflowError) -> OverflowError:
-    return OverflowError(f"a gradient in {where}: {error}; use gradient_dtype bfloat16, or scale the loss down")
+    return OverflowError(
+        f"a gradient in {where}: {error}; use gradient_dtype bfloat16, or scale the loss down"
+    )
 
 
 def check_loss(loss: float) -> None:
@@ -517,10 +557,14 @@ def norm_of_vector(plan: Plan, gradients: Vector) -> float:
 
 
 def clip(plan: Plan, gradients: Vector, limit: float, *, any_norm: bool) -> None:
-    """In place. Raises NonFiniteError, unless `any_norm`: then a NaN makes all NaN, as in nn.utils.clip_grad_norm_."""
+    """In place. Raises NonFiniteError, unless `any_norm`: then a NaN makes all NaN, as in
+    nn.utils.clip_grad_norm_."""
     norm = norm_of_vector(plan, gradients)
     if not any_norm and not math.isfinite(norm):
-        msg = f"the norm of the mean gradient is {norm}, although that of each minibatch is finite; {WHAT_TO_DO}"
+        msg = (
+            f"the norm of the mean gradient is {norm}, although that of each minibatch is finite; "
+            f"{WHAT_TO_DO}"
+        )
         raise NonFiniteError(msg)
     if (factor := clip_factor(norm, limit)) != 1.0:
         for segment, values in zip(plan.layout.segments, gradients.segments, strict=True):

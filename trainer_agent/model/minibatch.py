@@ -1,9 +1,11 @@
 """One minibatch: the user's loss forward and backward, or the user's evaluation.
 
-records ──collate──► batch ──loss(model, batch)──► loss ──backward──► gradients in a flat vector, block by block
+records ──collate──► batch ──loss(model, batch)──► loss ──backward──► gradients in a flat vector, block by
+    block
 
-While backward runs, a hook at each parameter tells which blocks of the flat vector have all their gradients. In a script's own loop the gradients
-stay the script's until it calls optimizer.step(): what it does to them until then counts, so they are copied to the flat vector after that.
+While backward runs, a hook at each parameter tells which blocks of the flat vector have all their gradients.
+In a script's own loop the gradients stay the script's until it calls optimizer.step(): what it does to them
+until then counts, so they are copied to the flat vector after that.
 """
 
 from __future__ import annotations
@@ -34,20 +36,26 @@ from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.tables.grouping import Grouped
 
 CHANGED_LATE = (
-    "a hook changed the gradient of {name} after backward had computed it, when it was on its way already; change it in a hook of the parameter "
-    "(register_hook, register_post_accumulate_grad_hook) or of a module (register_full_backward_hook): those are waited for"
+    "a hook changed the gradient of {name} after backward had computed it, when it was on its way "
+    "already; change it in a hook of the parameter "
+    "(register_hook, register_post_accumulate_grad_hook) or of a module "
+    "(register_full_backward_hook): those are waited for"
 )
 DOUBLE = (
-    "torch.set_default_dtype(torch.float64) is in force; the optimizer of a collective job steps in this process and would keep its counters in float64, "
-    "which no checkpoint has: set it back to torch.float32, and give dtype=torch.float64 where it is needed; or use strategy = parameter_server"
+    "torch.set_default_dtype(torch.float64) is in force; the optimizer of a collective job steps "
+    "in this process and would keep its counters in float64, "
+    "which no checkpoint has: set it back to torch.float32, and give dtype=torch.float64 where it "
+    "is needed; or use strategy = parameter_server"
 )
 OWN_BACKWARD = (
-    "the script calls backward() itself; {instead} (for gradients that the loss needs, use torch.autograd.grad)"
+    "the script calls backward() itself; {instead} (for gradients that the loss needs, use "
+    "torch.autograd.grad)"
 )
 
 
 class MinibatchRunner:
-    """Runs in one thread. `parameters`: those of `plan`, in its order. `notice`: what the user should hear of with the first minibatch."""
+    """Runs in one thread. `parameters`: those of `plan`, in its order. `notice`: what the user should hear of
+    with the first minibatch."""
 
     def __init__(
         self,
@@ -70,11 +78,13 @@ class MinibatchRunner:
         self.buffers = LiveBuffers(model, plan, counts=spec.mode is Mode.ASYNC)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
-        self.loss_sum = 0.0  # loss x records, and what was logged, once the loss is known: before any block is finished
+        # loss x records, and what was logged, once the loss is known: before any block is finished
+        self.loss_sum = 0.0
         self.logged: dict[str, Logged] = {}  # by the script, in this backward's collate and forward
         self._gradients: Vector
         self._sink: BlockSink | None = None  # of this backward
-        self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
+        # by block: gradients not made yet; None: not counted in this backward
+        self._missing: list[int] | None = None
         self._may_overlap = False
         self._guard = BackwardGuard(user)
         self._notice, self._told, self._own_state = notice, set[str](), Watch(user.path, model)
@@ -95,13 +105,16 @@ class MinibatchRunner:
         ]
         # hooks that the script may add later are in the same dicts
         self._hooks_of_gradients = [parameter._post_accumulate_grad_hooks for parameter in parameters]  # noqa: SLF001
-        self._hooks_of_modules = [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]  # noqa: SLF001
+        self._hooks_of_modules = [
+            module_hooks._global_backward_hooks,
+            module_hooks._global_backward_pre_hooks,
+        ]  # noqa: SLF001
         for module in model.modules():
             self._hooks_of_modules += (module._backward_hooks, module._backward_pre_hooks)  # noqa: SLF001
 
     def prepare(self, records: Records, seed: int, named: Callable[[object], Sequence[Grouped]]) -> Ready:
-        """The minibatch for a later `backward`, and the ids that are `named` by what the script's `ids` returns. Random generators stay as
-        they are."""
+        """The minibatch for a later `backward`, and the ids that are `named` by what the script's `ids`
+        returns. Random generators stay as they are."""
         with seeded(seed):
             made = ReadyBatch.made(partial(self._batch, records))
             said = self._user.call("ids", made.batch)
@@ -119,17 +132,19 @@ class MinibatchRunner:
         sink: BlockSink | None,
         ready: Ready | None = None,
     ) -> float:
-        """Forward and backward from the parameters and buffers in `current`. The gradients and the changed buffers are
-        written to `gradients`; the result is loss x records. `ready`: of these records and this seed.
+        """Forward and backward from the parameters and buffers in `current`. The gradients and the changed
+        buffers are written to `gradients`; the result is loss x records. `ready`: of these records and this
+        seed.
 
-        `sink.done(block)` is called while backward runs, for each block whose gradients are all there, if that can be known: right
-        after the block was written.
-        Raises NonFiniteError; LeftOutError if the script's GradScaler leaves the minibatch out.
+        `sink.done(block)` is called while backward runs, for each block whose gradients are all there, if
+        that can be known: right after the block was written. Raises NonFiniteError; LeftOutError if the
+        script's GradScaler leaves the minibatch out.
         """
         overlaps = sink is not None and self._may_overlap and not self._unshared.looks_next
         self._sink, self._missing = sink, list(self._members) if overlaps else None
         if self._user.loop is not None:
-            # what the script does before its first batch is the same at every trainer, whichever lane and step that is for
+            # what the script does before its first batch is the same at every trainer, whichever lane and
+            # step that is for
             seed_everything(seed if self._user.loop.has_begun else START_SEED)
             self._between_passes(current)
         self._bind(gradients)
@@ -148,7 +163,8 @@ class MinibatchRunner:
         if self._steps_here and torch.get_default_dtype() is torch.float64:
             raise self._user.error_of(RuntimeError(DOUBLE), fatal=True)
         loss_to_report = self._guard.reported(loss).detach()
-        # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever the loss is
+        # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever
+        # the loss is
         early = self._device.type == "cpu" and self._user.loop is None
         value = self._value(loss_to_report, found, len(records)) if early else None
         self._made = [0] * len(self._parameters)
@@ -177,14 +193,16 @@ class MinibatchRunner:
         return value * len(records)
 
     def evaluate(self, records: Records, seed: int, current: Vector) -> dict[str, float]:
-        """Sums over the minibatch, in evaluation mode. Buffers are loaded and the mode is set for each minibatch, here and in
-        `backward`, so neither changes what the other computes."""
+        """Sums over the minibatch, in evaluation mode. Buffers are loaded and the mode is set for each
+        minibatch, here and in `backward`, so neither changes what the other computes."""
         self.buffers.load(current)
         seed_everything(seed)
         with evaluating(self._model), torch.no_grad():
             batch = self._batch(records)
             with self._forward():
-                found = self._guard.call("evaluate" if self._user.has("evaluate") else "loss", self._model, batch)
+                found = self._guard.call(
+                    "evaluate" if self._user.has("evaluate") else "loss", self._model, batch
+                )
         sums = found if self._user.has("evaluate") else sums_of(found, len(records), self._user.guard)
         return self._numbers("evaluate(model, batch)", sums)
 
@@ -249,7 +267,8 @@ class MinibatchRunner:
         if self._user.has("collate"):
             batch = self._user.call("collate", records)
         else:
-            batch = self._user.guard(default_collate, records)  # columns of the user's own kinds run the user's code
+            # columns of the user's own kinds run the user's code
+            batch = self._user.guard(default_collate, records)
         return batch if self._device.type == "cpu" else on_device(batch, self._device)
 
     def _value(self, loss: torch.Tensor, found: Any, records: int) -> float:
@@ -271,11 +290,15 @@ class MinibatchRunner:
 
     def _numbers(self, what: str, found: Any) -> dict[str, float]:
         if not isinstance(found, Mapping):
-            raise self._user.error_of(TypeError(f"{what} returned {type(found).__name__}; return a dict of numbers"))
+            raise self._user.error_of(
+                TypeError(f"{what} returned {type(found).__name__}; return a dict of numbers")
+            )
         try:
             return {str(name): float(value) for name, value in found.items()}
         except (TypeError, ValueError) as error:
-            raise self._user.error_of(TypeError(f"{what} returned {found!r:.200}; return a dict of numbers")) from error
+            raise self._user.error_of(
+                TypeError(f"{what} returned {found!r:.200}; return a dict of numbers")
+            ) from error
 
     # ------------------------------------------------------------ gradients that backward has made
 
@@ -289,8 +312,8 @@ class MinibatchRunner:
                 parameter.grad = None
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """The first gradient that autograd makes is copied to its view; later parts are added there. If `grad` were the view
-        from the start, autograd would add to zeros, which had to be written before."""
+        """The first gradient that autograd makes is copied to its view; later parts are added there. If
+        `grad` were the view from the start, autograd would add to zeros, which had to be written before."""
         self._guard.permit()
         made = parameter.grad
         if made is None:  # an earlier hook of the script took it
@@ -314,7 +337,8 @@ class MinibatchRunner:
             self._sums[index] = digest(self.gradient_views[index])
 
     def _check_kept(self) -> None:
-        """Gradients are as `_on_gradient` has left them. What hooks of the script that are not known changed later may be on its way already."""
+        """Gradients are as `_on_gradient` has left them. What hooks of the script that are not known changed
+        later may be on its way already."""
         if not self._sums and all(map(is_, [each.grad for each in self._parameters], self.gradient_views)):
             return
         for index, (parameter, view) in enumerate(zip(self._parameters, self.gradient_views, strict=True)):
@@ -342,7 +366,8 @@ class MinibatchRunner:
                 self._write(index, parameter.grad)
 
     def _write(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a gradient to its view. One of several blocks is copied and finished block by block, while each is in the processor's cache."""
+        """Copy a gradient to its view. One of several blocks is copied and finished block by block, while
+        each is in the processor's cache."""
         view, blocks = self.gradient_views[index], self._blocks_of[index]
         if self._missing is None or len(blocks) == 1 or gradient.stride() != view.stride():
             view.copy_(gradient)
@@ -362,11 +387,13 @@ class MinibatchRunner:
                 self._sink.done(block)
 
     def _check_made(self) -> None:
-        """Reentrant checkpointing makes a gradient in parts: then no block is finished before backward ends. The first
-        backward finds out, and finishes nothing early."""
+        """Reentrant checkpointing makes a gradient in parts: then no block is finished before backward ends.
+        The first backward finds out, and finishes nothing early."""
         in_parts = max(self._made) > 1
         if in_parts and self._missing is not None:
-            message = "backward went on with a gradient that was finished; use checkpoint(..., use_reentrant=False)"
+            message = (
+                "backward went on with a gradient that was finished; use checkpoint(..., use_reentrant=False)"
+            )
             raise self._user.error_of(RuntimeError(message))
         if self._missing is None:
             self._may_overlap = self._clip_norm is None and not in_parts
@@ -380,12 +407,15 @@ def checked_loss(user: UserCode, found: Any) -> torch.Tensor:
     told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         told = "a scalar that does not depend on the parameters"
-    message = f"loss(model, batch) returned {told}; return the minibatch's mean loss, a scalar with a gradient"
+    message = (
+        f"loss(model, batch) returned {told}; return the minibatch's mean loss, a scalar with a gradient"
+    )
     raise user.error_of(TypeError(message))
 
 
 def sums_of(found: Any, records: int, guard: Callable[..., Any]) -> dict[str, Any]:
-    """Of a script without `evaluate`: what `loss` returned for one minibatch, times its records. `guard` calls what may refuse it."""
+    """Of a script without `evaluate`: what `loss` returned for one minibatch, times its records. `guard`
+    calls what may refuse it."""
     values = {LOSS: guard(loss_in, found), **metrics_beside(found)}
     return {**{name: value * records for name, value in values.items()}, "records": records}
 
@@ -393,12 +423,17 @@ def sums_of(found: Any, records: int, guard: Callable[..., Any]) -> dict[str, An
 def means_of(sums: Mapping[str, float]) -> dict[str, float]:
     """Of the sums that `sums_of` gave for all minibatches."""
     records = sums.get("records")
-    return {name: total / records for name, total in sums.items() if name != "records"} if records else dict(sums)
+    return (
+        {name: total / records for name, total in sums.items() if name != "records"}
+        if records
+        else dict(sums)
+    )
 
 
 class BackwardGuard:
-    """Only `run` may make gradients of parameters. Those of a backward() in the user's code would be taken for the minibatch's:
-    half gradients would be pushed, or some counted twice. The parameters' hooks call `permit`."""
+    """Only `run` may make gradients of parameters. Those of a backward() in the user's code would be taken
+    for the minibatch's: half gradients would be pushed, or some counted twice. The parameters' hooks call
+    `permit`."""
 
     def __init__(self, user: UserCode) -> None:
         self._user = user
@@ -422,13 +457,18 @@ class BackwardGuard:
             raise RuntimeError(self._message)
 
     def call(self, hook: str, *arguments: Any) -> Any:
-        """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that raised. It is fatal: no record is
-        at fault, and another attempt at the same records might not do it again."""
+        """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that
+        raised. It is fatal: no record is at fault, and another attempt at the same records might not do it
+        again."""
         self._refused = False
         try:
             found = self._user.call(hook, *arguments)
         except UserCodeError as error:
-            if self._refused and isinstance(error.__cause__, RuntimeError) and str(error.__cause__) == self._message:
+            if (
+                self._refused
+                and isinstance(error.__cause__, RuntimeError)
+                and str(error.__cause__) == self._message
+            ):
                 raise self._user.error_of(error.__cause__, fatal=True) from error.__cause__
             raise
         if self._refused:
@@ -436,7 +476,8 @@ class BackwardGuard:
         return found
 
     def run(self, loss: torch.Tensor) -> bool:
-        """Backward; a script's own loop then runs to its optimizer.step(). False: its GradScaler has left that step out."""
+        """Backward; a script's own loop then runs to its optimizer.step(). False: its GradScaler has left
+        that step out."""
         self._running = True
         try:
             self._user.guard(loss.backward)

@@ -1,11 +1,15 @@
-"""The script's optimizer: what the parameter servers need to step torch's own ones, its learning rates, and what the script does to it while it trains.
+"""The script's optimizer: what the parameter servers need to step torch's own ones, its learning rates, and
+what the script does to it while it trains.
 
-    torch.optim.Adam(groups) ──spec_of──► OptimizerSpec          scheduler.state_dict() ──encode──► JSON ──decode──► same
-    optimizer(model) ─► each group's rate times JobSpec.lr_factor (lr_scale, lr_base_batch_size) ─► scheduler(optimizer) ─► steps
+    torch.optim.Adam(groups) ──spec_of──► OptimizerSpec
+        scheduler.state_dict() ──encode──► JSON ──decode──► same
+    optimizer(model) ─► each group's rate times JobSpec.lr_factor (lr_scale, lr_base_batch_size)
+        ─► scheduler(optimizer) ─► steps
 
-Parameter servers (collective: each trainer, block by block) step with optimizers of their own, made from the name of the class, the groups and
-their options. They do not see what the script changes later, unless a scheduler does it: schedulers are stepped between two minibatches. So
-OptimizerWatch notices such changes, and they are refused.
+Parameter servers (collective: each trainer, block by block) step with optimizers of their own, made from the
+name of the class, the groups and their options. They do not see what the script changes later, unless a
+scheduler does it: schedulers are stepped between two minibatches. So OptimizerWatch notices such changes, and
+they are refused.
 """
 
 from __future__ import annotations
@@ -24,23 +28,49 @@ from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Strategy
 from trireme_shared.protocol.records.layout import OptimizerSpec
 from trireme_shared.protocol.records.step import LaneZero
-from trireme_shared.serving.optimizers.classes import ALL_CLASSES, CHOICES, OF_WHOLE_PARAMETERS, no_whole_parameters
+from trireme_shared.serving.optimizers.classes import (
+    ALL_CLASSES,
+    CHOICES,
+    OF_WHOLE_PARAMETERS,
+    no_whole_parameters,
+)
 from trireme_shared.serving.optimizers.own_step import added_to_step, check_step
 
 T = TypeVar("T")
 _WHOLE = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
-_SEVERAL_LOSSES = "its step computes the loss several times (by a closure), and a step of a job has one gradient, the mean of all lanes"
-_UNKNOWN = "each trainer makes the optimizer from the name of its class and its options, and knows only some classes"
-_NO_OPTIONS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "param_names")
+_SEVERAL_LOSSES = (
+    "its step computes the loss several times (by a closure), and a step of a job has one gradient, "
+    "the mean of all lanes"
+)
+_UNKNOWN = (
+    "each trainer makes the optimizer from the name of its class and its options, and knows only some classes"
+)
+_NO_OPTIONS = (
+    "params",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "swa_lr",
+    "base_momentum",
+    "max_momentum",
+    "param_names",
+)
 OPTIONS = (
-    "changed the optimizer's options ({name} of group {number} was {before}, and now it is {after}), which whoever steps does not see; for "
+    "changed the optimizer's options ({name} of group {number} was {before}, and now it is "
+    "{after}), which whoever steps does not see; for "
     "options that change give a scheduler (in a loop of your own: trireme.prepare(..., scheduler=scheduler))"
 )
-GROUPS = "changed the optimizer's groups of parameters; whoever steps has those with which training began: make them in optimizer(model)"
+GROUPS = (
+    "changed the optimizer's groups of parameters; whoever steps has those with which training began: "
+    "make them in optimizer(model)"
+)
 STEP = "gave the optimizer {added}, which whoever steps does not have: leave it out"
-STATE = "changed the optimizer's state, which is where the steps are made: in a job, not in the script's process"
+STATE = (
+    "changed the optimizer's state, which is where the steps are made: in a job, not in the script's process"
+)
 NOT_HERE = (
-    "optimizer.state: the optimizer's state is where the steps are made, not in the script's process: the script can neither read nor change it "
+    "optimizer.state: the optimizer's state is where the steps are made, not in the script's "
+    "process: the script can neither read nor change it "
     "(checkpoints have it; --init-optimizer starts with one)"
 )
 BEGUN = "the optimizer has state already ({name} of {parameter}), and training would begin without it"
@@ -57,7 +87,10 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
     if type(optimizer) is not ALL_CLASSES.get(name):
         reason = ""
         if any(rule in name.lower() for rule in _WHOLE):
-            reason = ": its rule needs whole parameters (their norms or matrices), and a parameter server has blocks that cut them"
+            reason = (
+                ": its rule needs whole parameters (their norms or matrices), and a parameter server "
+                "has blocks that cut them"
+            )
         raise InvalidArgument(
             f"optimizer {type(optimizer).__module__}.{name} cannot run on parameter servers{reason}",
             hint=f"use {CHOICES}",
@@ -65,19 +98,23 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
     check_step(optimizer)
     # a loop of one's own has made its scheduler already, which may have changed the learning rates
     rates = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in optimizer.param_groups]
-    groups = tuple(_plain_options({**group, **rate}) for group, rate in zip(optimizer.param_groups, rates, strict=True))
+    groups = tuple(
+        _plain_options({**group, **rate}) for group, rate in zip(optimizer.param_groups, rates, strict=True)
+    )
     return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)
 
 
 def for_job(optimizer: T, spec: JobSpec) -> T:
-    """The script's, in place with the rates of the job's global batch. Raises InvalidArgument for one that the job cannot have."""
+    """The script's, in place with the rates of the job's global batch. Raises InvalidArgument for one that
+    the job cannot have."""
     check_strategy(optimizer, spec.strategy)
     return scaled(optimizer, spec)
 
 
 def check_strategy(optimizer: Any, strategy: Strategy) -> None:
-    """Raises InvalidArgument for a class whose rule needs whole parameters, in a job with parameter servers; in a collective one for a class
-    that it cannot have, with the reason (spec_of tells that of parameter servers)."""
+    """Raises InvalidArgument for a class whose rule needs whole parameters, in a job with parameter servers;
+    in a collective one for a class that it cannot have, with the reason (spec_of tells that of parameter
+    servers)."""
     name = type(optimizer).__name__
     is_other = isinstance(optimizer, torch.optim.Optimizer) and type(optimizer) is not ALL_CLASSES.get(name)
     if strategy is Strategy.COLLECTIVE and is_other:
@@ -95,13 +132,20 @@ def check_strategy(optimizer: Any, strategy: Strategy) -> None:
 def numeric_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     """The options of each group that a scheduler may change: numbers and pairs of numbers."""
     return tuple(
-        {name: value for name, value in _plain_options(group).items() if _is_number(value) or isinstance(value, list)}
+        {
+            name: value
+            for name, value in _plain_options(group).items()
+            if _is_number(value) or isinstance(value, list)
+        }
         for group in optimizer.param_groups
     )
 
 
-def lane_zero(optimizer: torch.optim.Optimizer, scheduler: Any, options: tuple[dict[str, Any], ...]) -> LaneZero:
-    """`options` of a step, with the state after it: of the scheduler, and of the groups' options that it changed."""
+def lane_zero(
+    optimizer: torch.optim.Optimizer, scheduler: Any, options: tuple[dict[str, Any], ...]
+) -> LaneZero:
+    """`options` of a step, with the state after it: of the scheduler, and of the groups' options that it
+    changed."""
     if scheduler is None:
         return LaneZero(options=options)
     groups = [
@@ -121,8 +165,8 @@ def restore(optimizer: torch.optim.Optimizer, scheduler: Any, state: LaneZero) -
 
 
 def encode(value: Any) -> Any:
-    """`value` in JSON types. Tuples, Counters, dicts with other keys than text and floats that are not finite (JSON has none) are tagged.
-    Raises InvalidArgument for others."""
+    """`value` in JSON types. Tuples, Counters, dicts with other keys than text and floats that are not finite
+    (JSON has none) are tagged. Raises InvalidArgument for others."""
     match value:
         case float() if not math.isfinite(value):
             return {"__float__": str(value)}
@@ -168,14 +212,18 @@ def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):  # torch computes with it in the tensor's precision, with other roundings
-        raise InvalidArgument(f"optimizer option {name} is a tensor, {value!r:.60}", hint="give it as a number")
+    # torch computes with it in the tensor's precision, with other roundings
+    if isinstance(value, torch.Tensor):
+        raise InvalidArgument(
+            f"optimizer option {name} is a tensor, {value!r:.60}", hint="give it as a number"
+        )
     if value is None or isinstance(value, bool) or _is_number(value):
         return value
     if isinstance(value, tuple | list):
         return [_plain(name, item) for item in value]
     raise InvalidArgument(
-        f"optimizer option {name} = {value!r:.60} is {type(value).__name__}", hint="options are numbers and booleans"
+        f"optimizer option {name} = {value!r:.60} is {type(value).__name__}",
+        hint="options are numbers and booleans",
     )
 
 
@@ -196,7 +244,8 @@ class StateElsewhere(defaultdict[Any, Any]):
 
 
 class OptimizerWatch:
-    """`begin`, then `change` says what was changed since. `elsewhere`: the optimizer never steps in this process, so it has no state."""
+    """`begin`, then `change` says what was changed since. `elsewhere`: the optimizer never steps in this
+    process, so it has no state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, elsewhere: bool) -> None:
         self._optimizer, self._elsewhere = optimizer, elsewhere
@@ -224,7 +273,9 @@ class OptimizerWatch:
         for number, (before, after) in enumerate(zip(self._options, options, strict=True)):
             for name in before.keys() | after.keys():
                 if before.get(name) != after.get(name):
-                    return OPTIONS.format(name=name, number=number, before=before.get(name), after=after.get(name))
+                    return OPTIONS.format(
+                        name=name, number=number, before=before.get(name), after=after.get(name)
+                    )
         return ""
 
     def _options_seen(self) -> list[dict[str, Any]]:
@@ -258,7 +309,8 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 
 def check_has_not_begun(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-    """`names`: of parameters, by id. Raises InvalidArgument for an optimizer that has made steps, or has the state of one that has."""
+    """`names`: of parameters, by id. Raises InvalidArgument for an optimizer that has made steps, or has the
+    state of one that has."""
     for parameter, values in optimizer.state.items():
         steps = values.get("step")
         if steps is not None and not float(steps):  # Adagrad makes its sums at once
@@ -268,17 +320,20 @@ def check_has_not_begun(optimizer: torch.optim.Optimizer, names: dict[int, str])
                 told = BEGUN.format(name=name, parameter=names.get(id(parameter), "a parameter"))
                 raise InvalidArgument(
                     told,
-                    hint="make a new optimizer; to begin with the state in a file, use --init-from FILE --init-optimizer",
+                    hint="make a new optimizer; to begin with the state in a file, use --init-from FILE "
+                    "--init-optimizer",
                 )
 
 
 def scaled(optimizer: T, spec: JobSpec) -> T:
-    """In place: the rates of the script's optimizer. Raises InvalidArgument: a scheduler was made of them already."""
+    """In place: the rates of the script's optimizer. Raises InvalidArgument: a scheduler was made of them
+    already."""
     if spec.lr_scale == "none" or not isinstance(optimizer, Optimizer):
         return optimizer
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise InvalidArgument(
-            f"lr_scale is {spec.lr_scale}, and the optimizer has a scheduler already, which goes on from the rates without it",
+            f"lr_scale is {spec.lr_scale}, and the optimizer has a scheduler already, which goes "
+            "on from the rates without it",
             hint="leave lr_scale out and multiply the rate in the script, or train without a scheduler",
         )
     for group in optimizer.param_groups:
@@ -293,8 +348,10 @@ def check_scaled(scheduler: Any, spec: JobSpec) -> None:
     for each in _all_of(scheduler):
         if isinstance(each, OneCycleLR | CyclicLR):
             raise InvalidArgument(
-                f"lr_scale is {spec.lr_scale}, and {type(each).__name__} has rates of its own, which do not follow the optimizer's",
-                hint="leave lr_scale out and give it rates for this global batch, or use a scheduler that multiplies the optimizer's rate",
+                f"lr_scale is {spec.lr_scale}, and {type(each).__name__} has rates of its own, "
+                "which do not follow the optimizer's",
+                hint="leave lr_scale out and give it rates for this global batch, or use a scheduler "
+                "that multiplies the optimizer's rate",
             )
 
 
@@ -303,7 +360,8 @@ def rates_sentence(spec: JobSpec) -> str:
     if spec.lr_scale == "none":
         return ""
     return (
-        f"learning rates are {spec.lr_factor:.6g} times the script's: {spec.records_per_step} records a step instead of "
+        f"learning rates are {spec.lr_factor:.6g} times the script's: {spec.records_per_step} "
+        "records a step instead of "
         f"{spec.lr_base_batch_size} (lr_scale {spec.lr_scale})"
     )
 

@@ -2,7 +2,8 @@
 
     schedule_per = "step"      step ─► scheduler.step()
     schedule_per = "epoch"     the last step of an epoch ─► scheduler.step() ─► the first step of the next one
-    ReduceLROnPlateau          a version that is evaluated ─► scheduler.step(metric of the evaluation before) ─► the next step
+    ReduceLROnPlateau          a version that is evaluated
+        ─► scheduler.step(metric of the evaluation before) ─► the next step
 
 Asynchronous jobs: a trainer makes only some of the pushes, and PushSchedule finds the options of each.
 """
@@ -73,7 +74,8 @@ class Schedule:
 
 
 def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
-    """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot share."""
+    """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot
+    share."""
     optimizer.check_scaled(scheduler, spec)
     if scheduler is not None:
         check_scheduler_step(scheduler)
@@ -81,25 +83,33 @@ def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
     metric = spec.plateau_metric
     if not isinstance(scheduler, ReduceLROnPlateau):
         if metric is not None:
-            found = "there is no scheduler" if scheduler is None else f"the scheduler is {type(scheduler).__name__}"
+            found = (
+                "there is no scheduler"
+                if scheduler is None
+                else f"the scheduler is {type(scheduler).__name__}"
+            )
             raise InvalidArgument(
                 f"plateau_metric is {metric}, but {found}",
                 hint="leave plateau_metric out, or return a torch.optim.lr_scheduler.ReduceLROnPlateau",
             )
     elif spec.mode is Mode.ASYNC:
         raise InvalidArgument(
-            "ReduceLROnPlateau follows evaluations at the same step in every trainer, which only synchronous jobs have",
+            "ReduceLROnPlateau follows evaluations at the same step in every trainer, which only "
+            "synchronous jobs have",
             hint="use mode sync, or a scheduler that depends on the step alone, such as CosineAnnealingLR",
         )
     elif metric is None:
         raise InvalidArgument(
-            "ReduceLROnPlateau needs a metric of evaluations while the job trains, and plateau_metric is not set",
-            hint='set plateau_metric = "loss" (or another metric of the evaluation) and evaluate_every = "epoch" (or a number of steps)',
+            "ReduceLROnPlateau needs a metric of evaluations while the job trains, and "
+            "plateau_metric is not set",
+            hint='set plateau_metric = "loss" (or another metric of the evaluation) and evaluate_every '
+            '= "epoch" (or a number of steps)',
         )
 
 
 def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
-    """Raises InvalidArgument if a OneCycleLR would come to its end before training does, as far as that is known."""
+    """Raises InvalidArgument if a OneCycleLR would come to its end before training does, as far as that is
+    known."""
     cycles = [each for each in optimizer.stepped_each_time(scheduler) if isinstance(each, OneCycleLR)]
     steps = known_steps() if cycles else None
     if steps is None or not steps.counted or steps.per_epoch is None:
@@ -110,15 +120,16 @@ def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
         if cycle.total_steps < wanted:
             made = f"{total} steps ({steps.epochs} epoch{'s' * (steps.epochs != 1)} of {steps.per_epoch})"
             raise InvalidArgument(
-                f"OneCycleLR has total_steps {cycle.total_steps}, and the job makes {made}: it would come to its end before training does; "
-                + MAKE_IT_SO
+                f"OneCycleLR has total_steps {cycle.total_steps}, and the job makes {made}: it "
+                "would come to its end before training does; " + MAKE_IT_SO
             )
 
 
 class PushSchedule:
     """The options of the optimizer for each push of an asynchronous job, of which a trainer makes only some.
 
-        this trainer's push N: states that parameter servers keep ─► the newest one up to N ─► the scheduler's steps up to N ─► options
+        this trainer's push N: states that parameter servers keep ─► the newest one up to N
+            ─► the scheduler's steps up to N ─► options
         each STATE_EVERY pushes a push takes the scheduler's state to the parameter servers
 
     `compute`: its scheduler is as before any step. `known`: states that other trainers' pushes brought."""
@@ -131,8 +142,8 @@ class PushSchedule:
         return f"<PushSchedule at push {self._begun}>"
 
     async def options_of(self, number: int) -> LaneZero:
-        """For the push with that number (or of that epoch). The schedule only goes forward: a lower number gets the latest options. With the
-        scheduler's state if parameter servers are to keep it."""
+        """For the push with that number (or of that epoch). The schedule only goes forward: a lower number
+        gets the latest options. With the scheduler's state if parameter servers are to keep it."""
         if (known := newest_at(self._known, number)) is not None:
             self._compute.restore(known)
             self._begun, self._options = known.number, LaneZero(options=known.options)

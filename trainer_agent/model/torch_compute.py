@@ -3,8 +3,8 @@
     parameters   current <─swap─> staging          param.data is a view of the current one
     gradients    slots of the canonical tree       param.grad, once made, is a view of this backward's slot
 
-On a CPU the only copy is that of each gradient into its slot: pushes and pulls use the vectors themselves. A GPU's vector is copied
-as a whole, once a step and direction, from and to page-locked host memory.
+On a CPU the only copy is that of each gradient into its slot: pushes and pulls use the vectors themselves. A
+GPU's vector is copied as a whole, once a step and direction, from and to page-locked host memory.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ T = TypeVar("T")
 
 
 class TorchCompute:
-    """See trainer_agent.model.compute.Compute. `executor` runs one call at a time; building takes as long as model() does.
-    `shared`: gradients are in memory that parameter servers on this host can read. `number`: of the trainer on its host, which
-    chooses its GPU. `initial`: Layout.initial of a job that has begun: its own copy of these values is loaded."""
+    """See trainer_agent.model.compute.Compute. `executor` runs one call at a time; building takes as long as
+    model() does. `shared`: gradients are in memory that parameter servers on this host can read. `number`: of
+    the trainer on its host, which chooses its GPU. `initial`: Layout.initial of a job that has begun: its own
+    copy of these values is loaded."""
 
     def __init__(
         self,
@@ -84,7 +85,8 @@ class TorchCompute:
         deterministic = spec.mode is Mode.SYNC and spec.deterministic
         self._device = device_of(spec.device, deterministic=deterministic, number=number)
         self._on_host = is_host(self._device)
-        self._result: LaneResult | None = LaneResult(0.0, 0)  # of the last lane; None: of the minibatch under way
+        # of the last lane; None: of the minibatch under way
+        self._result: LaneResult | None = LaneResult(0.0, 0)
         self._records = 0
         model = checked_model(drawing(spec.seed, user.call, "model"))
         self.started = start_values(model, spec, initial)
@@ -95,13 +97,18 @@ class TorchCompute:
         laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
         self.tables = TrainedTables(self.model, spec)
         layout = laid_out.layout.with_fields(
-            initial=self.started.digest, tables=self.tables.specs, constants=constants_of(self.model, laid_out)
+            initial=self.started.digest,
+            tables=self.tables.specs,
+            constants=constants_of(self.model, laid_out),
         )
         self.plan: Plan = replace(laid_out, layout=layout)
         self.places = self.plan.parameters
-        scheduler = drawing(spec.seed, user.call, "scheduler", self.optimizer) if user.has("scheduler") else None
+        scheduler = (
+            drawing(spec.seed, user.call, "scheduler", self.optimizer) if user.has("scheduler") else None
+        )
         self._schedule = Schedule(scheduler, spec, user.guard)
-        vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
+        # the servers step; without it schedulers warn about their order
+        vars(self.optimizer)["_opt_called"] = True
         self._bind_parameters()
         self._initial_states: BlockStates | None = None
         self.by_columns = not user.has("collate")
@@ -124,14 +131,17 @@ class TorchCompute:
         rules = TreeRules(
             payloads if spec.mode is Mode.SYNC else (),
             whole=not self._on_host,
-            finite=self._finite and spec.clip_lane_norm is None,  # to clip, the norm of all gradients is computed
+            # to clip, the norm of all gradients is computed
+            finite=self._finite and spec.clip_lane_norm is None,
             counts=spec.mode is Mode.ASYNC,
             shared=shared,
             limit=self._limit,
             any_norm=not self._finite,
         )
         self.tree = GradientTree(self.plan, self._device, self.send_buffers, rules)
-        self.minibatch = MinibatchRunner(user, self.model, self.plan, self._parameters, self.optimizer, spec, overruled)
+        self.minibatch = MinibatchRunner(
+            user, self.model, self.plan, self._parameters, self.optimizer, spec, overruled
+        )
         self.initial_lane_zero()
 
     def __repr__(self) -> str:
@@ -161,7 +171,8 @@ class TorchCompute:
         else:
             self._staging = Vector(self.plan, HOST, pinned=self._device.type == "cuda")
         self._staging_memory = self._staging.memory()
-        # blocks of the staging vector that may differ from those in use; a GPU's has what was copied to the GPU last
+        # blocks of the staging vector that may differ from those in use; a GPU's has what was copied to the
+        # GPU last
         self._staged = set(range(len(self.plan.blocks)))
         self.use_current()
 
@@ -208,7 +219,9 @@ class TorchCompute:
         self._schedule.before_step(before)
         options = optimizers.numeric_options(self.optimizer) if before.is_own else ()
         self._schedule.after_step()
-        return optimizers.lane_zero(self.optimizer, self._schedule.scheduler if before.is_own else None, options)
+        return optimizers.lane_zero(
+            self.optimizer, self._schedule.scheduler if before.is_own else None, options
+        )
 
     def initial_lane_zero(self) -> LaneZero:
         return optimizers.lane_zero(
@@ -269,7 +282,8 @@ class TorchCompute:
     ) -> LaneResult:
         entry = Entry(1, len(records), self.tree.take()) if records else Entry(1, 0, None)
         last = lane == node[1] - 1
-        # a block that is done cannot be left out or changed any more; a script with its own loop may do both until its step
+        # a block that is done cannot be left out or changed any more; a script with its own loop may do both
+        # until its step
         overlaps = last and not self._skips and self._limit is None and self._user.loop is None
         if overlaps:
             self.tree.open(node, entry, sink)
@@ -303,15 +317,20 @@ class TorchCompute:
             return self._result
         return LaneResult(self.minibatch.loss_sum, self._records, 0, self.minibatch.logged)
 
-    def _backward(self, slot: int, records: Records, seed: int, ready: Ready | None, *, overlaps: bool) -> None:
+    def _backward(
+        self, slot: int, records: Records, seed: int, ready: Ready | None, *, overlaps: bool
+    ) -> None:
         """Raises NonFiniteError."""
         sink = self.tree if overlaps else self.tree.lane(slot)
         vector = self.tree.vector(slot)
         with self.tables.minibatch(self.minibatch.permit):
-            self.minibatch.backward(records, seed, self._current, vector, sink if self._on_host else None, ready)
+            self.minibatch.backward(
+                records, seed, self._current, vector, sink if self._on_host else None, ready
+            )
         try:
             of_rows = self.tables.end_lane(len(records), self.minibatch.row_factor)
-        except InvalidArgument as error:  # more ids than a table takes: that of the script's settings, not of a record
+        except InvalidArgument as error:
+            # more ids than a table takes: that of the script's settings, not of a record
             raise self._user.error_of(error, fatal=True) from error
         if self._finite:
             check_gradients(of_rows)
@@ -340,7 +359,8 @@ class TorchCompute:
             return self.minibatch.evaluate(records, seed, self._current)
 
     def _evaluate_pinned(self, records: Records, seed: int) -> dict[str, float]:
-        """The parameters are those in use again afterwards; buffers are loaded for each minibatch that is trained."""
+        """The parameters are those in use again afterwards; buffers are loaded for each minibatch that is
+        trained."""
         pinned = self._pinned.vector()
         self._view(pinned.views(self.plan.parameters))
         try:
@@ -382,12 +402,14 @@ class TorchCompute:
             self._user.loop.close()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run in the executor. If cancelled, it returns only when the thread no longer uses the vectors. What kept the script from its rows is
-        raised as it is: it is no error of the script."""
+        """Run in the executor. If cancelled, it returns only when the thread no longer uses the vectors. What
+        kept the script from its rows is raised as it is: it is no error of the script."""
         reads = work != self.minibatch.prepare  # that runs beside a forward pass
         if reads:  # not in the thread: it may be given up before it has one
             self.tables.rows.begin()
-        future = asyncio.get_running_loop().run_in_executor(self._executor, partial(alone, on_record, work, *arguments))
+        future = asyncio.get_running_loop().run_in_executor(
+            self._executor, partial(alone, on_record, work, *arguments)
+        )
         try:
             return await asyncio.shield(future)
         except UserCodeError as error:

@@ -1,4 +1,5 @@
-"""`trireme.steps_per_epoch` and `trireme.total_steps`: how many steps the job makes, told to its script before it trains.
+"""`trireme.steps_per_epoch` and `trireme.total_steps`: how many steps the job makes, told to its script
+before it trains.
 
 trainer           the plan of the job in etcd ─┐
 python script.py  the dataset is counted      ─┼─► telling(find) ─► the script asks in model(), optimizer(), scheduler(), loss()
@@ -20,14 +21,16 @@ UNCOUNTED = 1000
 
 TOO_EARLY = "trireme.{name}() is known once the job's dataset is counted"
 WHERE = (
-    "call it in model(), optimizer(model), scheduler(optimizer) or loss(), not while the module is imported; in a loop of your own behind "
+    "call it in model(), optimizer(model), scheduler(optimizer) or loss(), not while the module is "
+    "imported; in a loop of your own behind "
     "trireme.prepare, or in a function: trireme.prepare(..., scheduler=lambda optimizer: ...)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class JobSteps:
-    """`per_epoch`: None: they differ by epoch, in a job that an earlier version of Trireme began. `counted` False: made up."""
+    """`per_epoch`: None: they differ by epoch, in a job that an earlier version of Trireme began. `counted`
+    False: made up."""
 
     per_epoch: int | None
     epochs: int
@@ -55,21 +58,23 @@ def known_steps() -> JobSteps | None:
 def steps_per_epoch() -> int:
     """The steps of one epoch, the same number in each.
 
-    Synchronous: updates of the model, exactly; fewer where tasks are discarded. Asynchronous: pushes, if every task had as many as the
-    largest one. It waits until the dataset is counted.
-    Raises InvalidArgument where it is not known yet.
+    Synchronous: updates of the model, exactly; fewer where tasks are discarded. Asynchronous: pushes, if
+    every task had as many as the largest one. It waits until the dataset is counted. Raises InvalidArgument
+    where it is not known yet.
     """
     return _steps("steps_per_epoch").per_epoch or 0
 
 
 def total_steps() -> int:
-    """The steps of all epochs: `OneCycleLR(optimizer, max_lr=0.1, total_steps=trireme.total_steps())`. See `steps_per_epoch`."""
+    """The steps of all epochs: `OneCycleLR(optimizer, max_lr=0.1, total_steps=trireme.total_steps())`. See
+    `steps_per_epoch`."""
     found = _steps("total_steps")
     return (found.per_epoch or 0) * found.epochs
 
 
 def _steps(name: str) -> JobSteps:
-    from trainer_agent.own_loop.turns import running  # noqa: PLC0415  loads torch, which the script has by now
+    # loads torch, which the script has by now
+    from trainer_agent.own_loop.turns import running  # noqa: PLC0415
 
     loop = running()
     if not _find or (loop is not None and not loop.is_prepared):
@@ -77,7 +82,8 @@ def _steps(name: str) -> JobSteps:
     found = _find[-1]()
     if found.per_epoch is None:
         raise InvalidArgument(
-            f"trireme.{name}() is not known: an earlier version of Trireme began this job, whose epochs differ in their steps",
+            f"trireme.{name}() is not known: an earlier version of Trireme began this job, whose "
+            "epochs differ in their steps",
             hint="give the number, or train in a new job",
         )
     return found

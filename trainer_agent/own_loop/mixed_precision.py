@@ -1,10 +1,12 @@
-"""torch.amp in a loop of one's own: which loss a GradScaler scaled, which steps it leaves out, and autocast in the script's thread.
+"""torch.amp in a loop of one's own: which loss a GradScaler scaled, which steps it leaves out, and autocast
+in the script's thread.
 
     scaler.scale(loss) ──► trireme.backward ──► scaler.step(optimizer) ──► optimizer.step()
                                                            └── a gradient is not finite: the batch is left out
 
-Nobody gives the scaler to `trireme.prepare`, so its class tells the loop of the thread in which it is called. Autocast belongs to a
-thread: that of the caller is taken over to the script's thread for the forward pass of one batch.
+Nobody gives the scaler to `trireme.prepare`, so its class tells the loop of the thread in which it is called.
+Autocast belongs to a thread: that of the caller is taken over to the script's thread for the forward pass of
+one batch.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ DEVICES = "cpu", "cuda"
 
 
 class Scaling:
-    """What GradScalers did in one pass of the loop's body. `stepped(optimizer)` is called when `scaler.step(optimizer)` ends, whether it called
-    `optimizer.step()` or not."""
+    """What GradScalers did in one pass of the loop's body. `stepped(optimizer)` is called when
+    `scaler.step(optimizer)` ends, whether it called `optimizer.step()` or not."""
 
     def __init__(self, stepped: Callable[[torch.optim.Optimizer], None]) -> None:
         self.stepped = stepped
@@ -36,7 +38,8 @@ class Scaling:
     def begin(self) -> None:
         """The next pass begins."""
         self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: Factor for gradients of embedding tables' rows: the optimizer does not hold them, so the scaler cannot unscale them.
+        #: Factor for gradients of embedding tables' rows: the optimizer does not hold them, so the scaler
+        # cannot unscale them.
         self.row_factor = 1.0
 
     def use(self) -> None:
@@ -50,13 +53,15 @@ class Scaling:
         self._scaled += zip(_tensors(scaled), _tensors(outputs), strict=False)
 
     def unscaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss whose scaled value was given to trireme.backward, or `loss` if nothing was scaled. Raises TypeError."""
+        """The loss whose scaled value was given to trireme.backward, or `loss` if nothing was scaled. Raises
+        TypeError."""
         for scaled, outputs in self._scaled:
             if scaled is loss:
                 return outputs
         if self._scaled:
             msg = (
-                "trireme.backward got another tensor than scaler.scale returned for this batch, so the loss to report is not known; "
+                "trireme.backward got another tensor than scaler.scale returned for this batch, so "
+                "the loss to report is not known; "
                 "call trireme.backward(scaler.scale(loss)), and add or divide what belongs to the loss before"
             )
             raise TypeError(msg)
@@ -64,13 +69,15 @@ class Scaling:
 
 
 def unscale_for_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Unscale the gradients in place for an optimizer with fused=True, which leaves that to its kernel. Returns False, and leaves them, if one is not
-    finite."""
+    """Unscale the gradients in place for an optimizer with fused=True, which leaves that to its kernel.
+    Returns False, and leaves them, if one is not finite."""
     parts = vars(optimizer)
     if (bad := parts.get("found_inf")) is not None and bad.item():
         return False
     if (scale := parts.get("grad_scale")) is not None:
-        for gradient in (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        for gradient in (
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ):
             gradient.div_(scale.to(gradient.device))
         parts["grad_scale"] = None
     return True

@@ -1,4 +1,5 @@
-"""A script's own training loop, in turns with the code that hands it minibatches: only one of the two runs at a time.
+"""A script's own training loop, in turns with the code that hands it minibatches: only one of the two runs at
+a time.
 
     trainer, or plain.py       the script, in a thread of its own
     start        ─────────────► … model, optimizer, batches = trireme.prepare(model, optimizer, dataset)
@@ -8,8 +9,9 @@
     end_pass     ─────────────► what follows, up to optimizer.step()
     end          ─────────────► the loop ends; what follows it
 
-So MinibatchRunner calls the body of a loop as it calls `loss(model, batch)`. What the script does wrong, also what it gives to
-`trireme.prepare` and `trireme.backward`, is raised where it does it, and ends the script: nobody can go on in the middle of a loop.
+So MinibatchRunner calls the body of a loop as it calls `loss(model, batch)`. What the script does wrong, also
+what it gives to `trireme.prepare` and `trireme.backward`, is raised where it does it, and ends the script:
+nobody can go on in the middle of a loop.
 """
 
 from __future__ import annotations
@@ -38,15 +40,16 @@ FUNCTIONS = "collate", "ids", "evaluate", "metrics"
 CLOSE_S = 5.0
 _running: ContextVar[OwnLoop | None] = ContextVar("own_loop", default=None)
 OVERRULED = (
-    "the script calls torch.set_num_threads({asked}), and it is trained with {threads}, the setting threads_per_trainer, because the number of threads "
+    "the script calls torch.set_num_threads({asked}), and it is trained with {threads}, the "
+    "setting threads_per_trainer, because the number of threads "
     "changes the bits of results: set threads_per_trainer = {asked} instead"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the script gave to `trireme.prepare`. `hooks`: collate, ids, scheduler, evaluation_dataset, evaluate and metrics, as far as
-    given. `config`: settings of the job."""
+    """What the script gave to `trireme.prepare`. `hooks`: collate, ids, scheduler, evaluation_dataset,
+    evaluate and metrics, as far as given. `config`: settings of the job."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -63,7 +66,10 @@ def check_prepared(parts: Prepared) -> None:
         msg = f"trireme.prepare got {type(parts.model).__name__} as the model; give a torch.nn.Module"
         raise TypeError(msg)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        msg = f"trireme.prepare got {type(parts.optimizer).__name__} as the optimizer; give a torch.optim optimizer"
+        msg = (
+            f"trireme.prepare got {type(parts.optimizer).__name__} as the optimizer; give a "
+            "torch.optim optimizer"
+        )
         raise TypeError(msg)
     check_step(parts.optimizer)  # here the script's own `step` is still there
     for name in FUNCTIONS:
@@ -71,10 +77,18 @@ def check_prepared(parts: Prepared) -> None:
             msg = f"trireme.prepare got {type(parts.hooks[name]).__name__} as {name}; give a function"
             raise TypeError(msg)
     if "evaluation_dataset" in parts.hooks and "evaluate" not in parts.hooks:
-        msg = "trireme.prepare got evaluation_dataset and no evaluate; give evaluate(model, batch) -> dict of sums"
+        msg = (
+            "trireme.prepare got evaluation_dataset and no evaluate; give evaluate(model, batch) -> "
+            "dict of sums"
+        )
         raise ValueError(msg)
-    if "scheduler" not in parts.hooks and any("initial_lr" in group for group in parts.optimizer.param_groups):
-        msg = "the optimizer has a scheduler; give it to Trireme, which steps it: trireme.prepare(..., scheduler=scheduler)"
+    if "scheduler" not in parts.hooks and any(
+        "initial_lr" in group for group in parts.optimizer.param_groups
+    ):
+        msg = (
+            "the optimizer has a scheduler; give it to Trireme, which steps it: trireme.prepare(..., "
+            "scheduler=scheduler)"
+        )
         raise ValueError(msg)
 
 
@@ -87,10 +101,15 @@ def check_loss(loss: Any) -> None:
     """Raises TypeError; InvalidArgument for a dict without a loss."""
     loss = loss_in(loss)
     if not isinstance(loss, torch.Tensor):
-        msg = f"trireme.backward got {type(loss).__name__}; give it the minibatch's mean loss, a scalar tensor"
+        msg = (
+            f"trireme.backward got {type(loss).__name__}; give it the minibatch's mean loss, a scalar tensor"
+        )
         raise TypeError(msg)
     if loss.numel() != 1:
-        msg = f"trireme.backward got a tensor of shape {tuple(loss.shape)}; give it the minibatch's mean loss, a scalar"
+        msg = (
+            f"trireme.backward got a tensor of shape {tuple(loss.shape)}; give it the minibatch's mean "
+            "loss, a scalar"
+        )
         raise TypeError(msg)
     if not loss.requires_grad:
         msg = "trireme.backward got a scalar that does not depend on the parameters"
@@ -116,7 +135,8 @@ GOES_ON = {Place.PREPARED: Place.PREPARED, Place.ASKS: Place.COMPUTES, Place.LOS
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """For the script: `value` is what it waits for; or `error` is raised there. `logged`: see logged_metrics."""
+    """For the script: `value` is what it waits for; or `error` is raised there. `logged`: see
+    logged_metrics."""
 
     value: Any = None
     error: BaseException | None = None
@@ -155,8 +175,9 @@ class Batches(Iterator[Any]):
 
 
 class OwnLoop:
-    """`error_of` makes a UserCodeError of what the script raised. Of the methods the first half is the trainer's, the rest is the
-    script's. What `close` and `fail_here` raise in the script is raised again wherever it waits then."""
+    """`error_of` makes a UserCodeError of what the script raised. Of the methods the first half is the
+    trainer's, the rest is the script's. What `close` and `fail_here` raise in the script is raised again
+    wherever it waits then."""
 
     def __init__(self, error_of: Callable[[BaseException], UserCodeError]) -> None:
         self._error_of = error_of
@@ -203,7 +224,8 @@ class OwnLoop:
         return self._place in (Place.AFTER, Place.OVER)
 
     def start(self, script: Callable[[], object]) -> None:
-        """Run the script in a thread of its own up to trireme.prepare. Raises UserCodeError, InvalidArgument."""
+        """Run the script in a thread of its own up to trireme.prepare. Raises UserCodeError,
+        InvalidArgument."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(script,), name="script", daemon=True)
             self._thread.start()
@@ -230,8 +252,8 @@ class OwnLoop:
         return loss
 
     def end_pass(self) -> bool:
-        """Up to optimizer.step(): then the parameters have the gradients that the batch shall be trained with. False: the script's GradScaler has
-        left the step out. Raises UserCodeError."""
+        """Up to optimizer.step(): then the parameters have the gradients that the batch shall be trained
+        with. False: the script's GradScaler has left the step out. Raises UserCodeError."""
         looks = self._passes == 1
         before = marks(self._held()) if looks else []
         self._resume()
@@ -279,7 +301,8 @@ class OwnLoop:
             self._acting.now = False
 
     def _resume(self, value: Any = None) -> None:
-        """The script's turn, until it waits again. Raises UserCodeError, also if the script has ended while it should not."""
+        """The script's turn, until it waits again. Raises UserCodeError, also if the script has ended while
+        it should not."""
         self._check_there()
         self._threads = torch.get_num_threads()
         self._to_script.put(_Turn(value, logged=self._logged))
@@ -287,8 +310,8 @@ class OwnLoop:
         self._check_there()
 
     def _go_to_top(self) -> None:
-        """To where the script asks for a batch. What it does on its way to the model's buffers is undone, and told: the next batch may be that
-        of another lane. Raises UserCodeError."""
+        """To where the script asks for a batch. What it does on its way to the model's buffers is undone, and
+        told: the next batch may be that of another lane. Raises UserCodeError."""
         before = noted(self.prepared.model)
         while self._place is not Place.ASKS:
             self._resume()
@@ -301,7 +324,8 @@ class OwnLoop:
         self._raise_failure()
         if self._place is Place.OVER and not self._ends and self._prepared is not None:
             self._fail(
-                f"the script has left its loop after {self._passes} batches, before training was over; let `batches` end the loop "
+                f"the script has left its loop after {self._passes} batches, before training was "
+                "over; let `batches` end the loop "
                 "(the setting epochs says when)"
             )
 
@@ -356,7 +380,8 @@ class OwnLoop:
         """Raises RuntimeError."""
         if self.is_over:
             raise RuntimeError(
-                "batches has ended: it gives the minibatches of all epochs, so there is one loop over it, in no other loop; "
+                "batches has ended: it gives the minibatches of all epochs, so there is one loop "
+                "over it, in no other loop; "
                 "the setting epochs says how many there are"
             )
 
@@ -366,7 +391,8 @@ class OwnLoop:
         if self._place in (Place.COMPUTES, Place.HAS_GRADIENTS):
             left_out = "trireme.backward" if self._place is Place.COMPUTES else "optimizer.step"
             raise RuntimeError(
-                f"the loop asks for the next batch, and {left_out} was not called for this one; call trireme.backward(loss) and "
+                f"the loop asks for the next batch, and {left_out} was not called for this one; "
+                "call trireme.backward(loss) and "
                 "optimizer.step() for each batch (to leave one out, multiply its loss by 0)"
             )
         batch = self._hand_over(Place.ASKS)
@@ -384,11 +410,14 @@ class OwnLoop:
         """See trireme.backward. Raises RuntimeError, TypeError."""
         if self._place is Place.HAS_GRADIENTS:
             raise RuntimeError(
-                "trireme.backward was called twice for one batch; add the losses and call it once (to accumulate gradients over "
+                "trireme.backward was called twice for one batch; add the losses and call it once "
+                "(to accumulate gradients over "
                 "several minibatches, set lanes)"
             )
         if self._place is not Place.COMPUTES:
-            raise RuntimeError(f"trireme.backward was called without a batch: the script is {self._place.value}")
+            raise RuntimeError(
+                f"trireme.backward was called without a batch: the script is {self._place.value}"
+            )
         check_loss(loss)
         self.true_loss = self.scaling.unscaled(loss_in(loss))
         check_none_is_left(self._held())
@@ -402,7 +431,8 @@ class OwnLoop:
             raise TypeError("optimizer.step() takes no closure here: trireme.backward computes the gradients")
         if self._place is not Place.HAS_GRADIENTS:
             raise RuntimeError(
-                f"optimizer.step() was called without trireme.backward(loss): the script is {self._place.value}"
+                "optimizer.step() was called without trireme.backward(loss): the script is "
+                f"{self._place.value}"
             )
         self._left_out = not unscale_for_kernel(self.prepared.optimizer)
         self._end_pass()
@@ -420,12 +450,14 @@ class OwnLoop:
     def _zero_grad(self, real: Callable[..., None], set_to_none: bool = True) -> None:
         if self._place is Place.HAS_GRADIENTS:
             raise RuntimeError(
-                "optimizer.zero_grad() was called between trireme.backward and optimizer.step; call it before trireme.backward"
+                "optimizer.zero_grad() was called between trireme.backward and optimizer.step; "
+                "call it before trireme.backward"
             )
         real(set_to_none=set_to_none)
 
     def _take_over(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        """The script's calls of step and zero_grad come here. What schedulers expect of `step` stays: it is a bound method."""
+        """The script's calls of step and zero_grad come here. What schedulers expect of `step` stays: it is a
+        bound method."""
         real_step, real_zero = type(optimizer).step, type(optimizer).zero_grad
 
         def step(bound: Any, closure: Any = None) -> Any:
@@ -444,7 +476,9 @@ class OwnLoop:
                 return kind.step(bound, *arguments, **named) if self._is_acting else None
 
             # no attribute of its own: those are part of a scheduler's state
-            scheduler.__class__ = type(kind.__name__, (kind,), {"step": schedule, "__module__": kind.__module__})
+            scheduler.__class__ = type(
+                kind.__name__, (kind,), {"step": schedule, "__module__": kind.__module__}
+            )
 
     @property
     def _is_acting(self) -> bool:
@@ -467,17 +501,26 @@ class OwnLoop:
 
 
 def use_threads(threads: int) -> str:
-    """Let the calling thread compute with `threads` threads: as many as the setting threads_per_trainer says, since results have other bits with
-    another number. torch keeps the number for each thread of a process, so it is set in the thread that computes, and in that of a script's own
-    loop. Returns a sentence for the user if the script has asked torch for another number here, else "". A number that torch chooses by itself
-    on this machine may be one that nobody has asked for: it is not told."""
+    """Let the calling thread compute with `threads` threads: as many as the setting threads_per_trainer says,
+    since results have other bits with another number. torch keeps the number for each thread of a process, so
+    it is set in the thread that computes, and in that of a script's own loop. Returns a sentence for the user
+    if the script has asked torch for another number here, else "". A number that torch chooses by itself on
+    this machine may be one that nobody has asked for: it is not told."""
     asked = torch.get_num_threads()
     torch.set_num_threads(threads)
     return "" if asked in (threads, *_chosen_by_torch()) else OVERRULED.format(asked=asked, threads=threads)
 
 
 def _chosen_by_torch() -> set[int]:
-    """The processors of this machine or process, or their cores with two processors each, or what the environment says."""
-    processors = {os.cpu_count() or 1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1}
+    """The processors of this machine or process, or their cores with two processors each, or what the
+    environment says."""
+    processors = {
+        os.cpu_count() or 1,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+    }
     named = (os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
-    return processors | {number // 2 for number in processors} | {int(text) for text in named if text.isdecimal()}
+    return (
+        processors
+        | {number // 2 for number in processors}
+        | {int(text) for text in named if text.isdecimal()}
+    )

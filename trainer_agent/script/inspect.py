@@ -1,14 +1,17 @@
-"""`python -m trainer_agent inspect SCRIPT`: prints one JSON object, which the launcher reads. No side effects.
+"""`python -m trainer_agent inspect SCRIPT`: prints one JSON object, which the launcher reads. No side
+effects.
 
     {"config", "dataset", "evaluation_dataset", "model"}   |   {"error": {code, message, hint, details}}
-    exit 0                                                                       2: not usable as it is, 1: its code failed
+    exit 0
+        2: not usable as it is, 1: its code failed
 
 With `backend` nccl also `nccl`: whether this host has it.
 
-Of settings that are not possible `details` has the `problems` as sentences, and the names of those in the script's `config`.
+Of settings that are not possible `details` has the `problems` as sentences, and the names of those in the
+script's `config`.
 
-The check builds model, layout and optimizer, and runs the first minibatch forward and backward. Its records are the first ones of the
-dataset, which nobody has counted yet.
+The check builds model, layout and optimizer, and runs the first minibatch forward and backward. Its records
+are the first ones of the dataset, which nobody has counted yet.
 """
 
 from __future__ import annotations
@@ -87,7 +90,8 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
     if check:
         found |= _try(user, dataset, evaluation, wanted)
     if wanted.get("backend") == "nccl":
-        from trireme_shared.collective.group import nccl_is_there  # noqa: PLC0415  torch only when it is needed
+        # torch only when it is needed
+        from trireme_shared.collective.group import nccl_is_there  # noqa: PLC0415
 
         found["nccl"] = nccl_is_there()
     return found
@@ -101,7 +105,9 @@ def _seed(settings: Mapping[str, Any]) -> int:
         return 0
 
 
-def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
+def _try(
+    user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]
+) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.optimizer import rates_sentence  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
@@ -149,7 +155,9 @@ async def _with_rows(compute: TorchCompute, work: Callable[[], Awaitable[T]]) ->
     """Embedding tables have their initial rows."""
     if tables := compute.layout.tables:
         from trainer_agent.tables.local import LocalTables  # noqa: PLC0415
-        from trireme_shared.tables.first_use import compile_loops  # noqa: PLC0415  numba only when it is needed
+
+        # numba only when it is needed
+        from trireme_shared.tables.first_use import compile_loops  # noqa: PLC0415
 
         compile_loops()  # all of them: the members find them on disk
         compute.read_rows(LocalTables(tables, compute.layout.slot_count).rows)
@@ -165,7 +173,9 @@ def _doing(task: str) -> Iterator[None]:
         raise
 
 
-def _spec(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> JobSpec:
+def _spec(
+    user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]
+) -> JobSpec:
     known = {name: value for name, value in settings.items() if name in JobSpec.model_fields}
     fixed = {
         "job": "inspect",
@@ -195,7 +205,8 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def first_records(dataset: Dataset, count: int, seed: int = 0) -> Records:
-    """At most `count` records from the start of the first file that has any. `seed`: of the job. Raises DatasetError."""
+    """At most `count` records from the start of the first file that has any. `seed`: of the job. Raises
+    DatasetError."""
     reader = open_dataset(dataset, seed)
     problem: DatasetError | None = None
     for file in files_of(dataset):
@@ -212,8 +223,9 @@ def first_records(dataset: Dataset, count: int, seed: int = 0) -> Records:
 
 
 def compare_files(dataset: Dataset, seed: int = 0) -> None:
-    """Formats without a schema, for a script without `collate`: the first record of each file has the columns and types of the dataset. Up to
-    COMPARED_FILES files, spread over all; compressed ones would have to be decompressed whole. Raises DatasetError, with file and column."""
+    """Formats without a schema, for a script without `collate`: the first record of each file has the columns
+    and types of the dataset. Up to COMPARED_FILES files, spread over all; compressed ones would have to be
+    decompressed whole. Raises DatasetError, with file and column."""
     if not isinstance(dataset, JsonLines | TFRecord | WebDataset):
         return
     reader = open_dataset(dataset, seed)

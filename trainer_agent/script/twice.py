@@ -1,4 +1,5 @@
-"""What a script computes first, computed twice: a job is refused whose result would depend on which trainer computes what."""
+"""What a script computes first, computed twice: a job is refused whose result would depend on which trainer
+computes what."""
 
 from __future__ import annotations
 
@@ -22,22 +23,27 @@ class Twice:
 
     def __init__(self, script: Path, spec: JobSpec, compute: TorchCompute) -> None:
         self._script, self._spec, self._compute = script, spec, compute
-        #: An asynchronous job depends on who computes what anyway, and so does one that is told not to be deterministic.
+        #: An asynchronous job depends on who computes what anyway, and so does one that is told not to be
+        # deterministic.
         self._refuses = spec.mode is Mode.SYNC and spec.deterministic
         self.notices: list[str] = []
 
     def records(self, name: str, read: Callable[[], Records]) -> Records:
-        """The first ones. Raises InvalidArgument if they are others the second time, and what `read` raises."""
+        """The first ones. Raises InvalidArgument if they are others the second time, and what `read`
+        raises."""
 
         def difference(first: Records, second: Records) -> str:
-            found = (difference_of(*both, f"record {n} ") for n, both in enumerate(zip(first, second, strict=False)))
+            found = (
+                difference_of(*both, f"record {n} ")
+                for n, both in enumerate(zip(first, second, strict=False))
+            )
             return next(filter(None, found), "")
 
         return self._judge(f"reading the records of {name}", read, difference)
 
     def minibatch(self, gradient: Callable[[], LaneResult]) -> None:
-        """Forward and backward of the first minibatch. Raises InvalidArgument if the second time gives another loss or gradient, and what
-        `gradient` raises."""
+        """Forward and backward of the first minibatch. Raises InvalidArgument if the second time gives
+        another loss or gradient, and what `gradient` raises."""
 
         def computed() -> tuple[float, dict[str, int]]:
             result, made = gradient(), self._compute.minibatch.gradient_views
@@ -52,7 +58,12 @@ class Twice:
             if problem := difference_of(first[0], second[0], "the loss"):
                 return problem
             return next(
-                (f"the gradient of {name} differs" for name, bits in first[1].items() if second[1][name] != bits), ""
+                (
+                    f"the gradient of {name} differs"
+                    for name, bits in first[1].items()
+                    if second[1][name] != bits
+                ),
+                "",
             )
 
         self._judge("the first minibatch (collate, loss, backward)", computed, difference)

@@ -1,9 +1,11 @@
-"""The user's script as a plain module: loaded by path, its functions (hooks) checked, its errors turned into UserCodeError.
+"""The user's script as a plain module: loaded by path, its functions (hooks) checked, its errors turned into
+UserCodeError.
 
-    script.py ──load──► UserModule ──call("loss", model, batch)──► value | UserCodeError (traceback of the user's frames)
+    script.py ──load──► UserModule ──call("loss", model, batch)──► value | UserCodeError (traceback of the
+        user's frames)
 
-A script that calls trireme.prepare has a loop of its own instead of functions: a LoopModule, which runs it in a thread. Tracebacks are as
-users read them: the frames of their script, else those of libraries, never ours.
+A script that calls trireme.prepare has a loop of its own instead of functions: a LoopModule, which runs it in
+a thread. Tracebacks are as users read them: the frames of their script, else those of libraries, never ours.
 
 Raises InvalidArgument for a script that lacks something, UserCodeError for what its code raises.
 """
@@ -40,7 +42,8 @@ ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, 
 ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
 ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
 DROP_LAST = (
-    "BatchNorm cannot train on a minibatch of one record, which the last one of a file may be; set drop_last=True, which leaves short "
+    "BatchNorm cannot train on a minibatch of one record, which the last one of a file may be; set "
+    "drop_last=True, which leaves short "
     "minibatches out, or another global_batch_size or number of lanes"
 )
 _PACKAGES = Path(__file__).resolve().parents[2]
@@ -81,8 +84,8 @@ class UserModule:
         return self.guard(self._hooks[hook], *arguments)
 
     def guard(self, code: Callable[..., Any], *arguments: Any) -> Any:
-        """Run the user's code, or code that may call it (backward, a scheduler's step). Whatever it raises is its error, SystemExit
-        and KeyboardInterrupt too: only a real Ctrl-C ends this process."""
+        """Run the user's code, or code that may call it (backward, a scheduler's step). Whatever it raises is
+        its error, SystemExit and KeyboardInterrupt too: only a real Ctrl-C ends this process."""
         try:
             return code(*arguments)
         except BaseException as error:
@@ -91,15 +94,21 @@ class UserModule:
             raise self.error_of(error) from error
 
     def dataset(self, hook: str = "dataset", seed: int = 0) -> Dataset:
-        """The dataset that `dataset()` or `evaluation_dataset()` describes. An object with a length, such as a
-        `torch.utils.data.Dataset`, is described by the hook's own name: each trainer calls it. `seed`: of the job; every call of both
-        functions, in any process, draws the same random numbers, so both can take parts of one random split."""
+        """The dataset that `dataset()` or `evaluation_dataset()` describes. An object with a length, such as
+        a `torch.utils.data.Dataset`, is described by the hook's own name: each trainer calls it. `seed`: of
+        the job; every call of both functions, in any process, draws the same random numbers, so both can take
+        parts of one random split."""
         found = self._made(hook, seed)
         if hasattr(found, "__len__") and not isinstance(found, str | bytes | Mapping):
             return self._described(found, hook)
         if hasattr(found, "__iter__") and not isinstance(found, (*DATASETS, str, bytes, Mapping)):
-            msg = f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, which has no length"
-            hint = f'state it: trireme.data.IterableStyle("{self.path.stem}:{type(found).__name__}", records=N)'
+            msg = (
+                f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, which has "
+                "no length"
+            )
+            hint = (
+                f'state it: trireme.data.IterableStyle("{self.path.stem}:{type(found).__name__}", records=N)'
+            )
             raise InvalidArgument(msg, hint=hint)
         if not isinstance(found, DATASETS):
             raise InvalidArgument(
@@ -114,26 +123,32 @@ class UserModule:
     def _described(self, found: Any, hook: str) -> Dataset:
         """An object of the script by the name of the hook that makes it."""
         if not self.path.stem.isidentifier():
-            msg = f"{hook}() of {self.path} returned {type(found).__name__}, which trainers find by the module's name"
+            msg = (
+                f"{hook}() of {self.path} returned {type(found).__name__}, which trainers find by the "
+                "module's name"
+            )
             raise InvalidArgument(msg, hint=f"{self.path.stem!r} is no name of a module: rename the file")
         kind = MapStyle if _has_items(found) else IterableStyle
         return kind(reader=f"{self.path.stem}:{hook}", records=self.guard(len, found))
 
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
-        """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
-        has the frames of libraries, never ours. `fatal`: see UserFailure."""
+        """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If
+        there are none, it has the frames of libraries, never ours. `fatal`: see UserFailure."""
         fatal = fatal or (isinstance(error, TriremeError) and bool(error.details.get("fatal")))
         return _user_code_error(error, message_of(error), self.path.parent, fatal=fatal)
 
 
 class LoopModule(UserModule):
-    """A script with a loop of its own, as if it were functions: `call("loss", model, batch)` is one pass of its loop's body. `script` runs
-    it, when it is first needed; None: it runs already, and has called trireme.prepare."""
+    """A script with a loop of its own, as if it were functions: `call("loss", model, batch)` is one pass of
+    its loop's body. `script` runs it, when it is first needed; None: it runs already, and has called
+    trireme.prepare."""
 
     loop: OwnLoop
     _DATASET = "trireme.prepare in {path} got as {hook}"
 
-    def __init__(self, path: Path, loop: OwnLoop | None = None, script: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, path: Path, loop: OwnLoop | None = None, script: Callable[[], object] | None = None
+    ) -> None:
         self.path, self.loop, self._script = path, loop or OwnLoop(self._ended_by), script
 
     def __repr__(self) -> str:
@@ -148,7 +163,10 @@ class LoopModule(UserModule):
             return self.call(hook)
 
     def _described(self, found: Any, hook: str) -> Dataset:
-        msg = f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, an object that trainers cannot find"
+        msg = (
+            f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, an object that "
+            "trainers cannot find"
+        )
         hint = 'put it into a module beside the script: trireme.data.MapStyle("module:name") or IterableStyle'
         raise InvalidArgument(msg, hint=hint)
 
@@ -183,14 +201,17 @@ class LoopModule(UserModule):
 
 
 def load(script: str | Path) -> UserModule:
-    """Run the script as a module (not as `__main__`), with its folder first on sys.path; one with a loop of its own not yet."""
+    """Run the script as a module (not as `__main__`), with its folder first on sys.path; one with a loop of
+    its own not yet."""
     path = Path(script).expanduser().resolve()
     if not path.is_file():
         raise InvalidArgument(f"there is no script {path}", hint="give the path of a Python file")
     if path.suffix == ".py" and has_own_loop(path):
         return LoopModule(path, script=partial(run_as_main, path))
     name = (
-        path.stem if path.stem not in sys.modules and path.stem.isidentifier() else f"trireme_script_{abs(hash(path))}"
+        path.stem
+        if path.stem not in sys.modules and path.stem.isidentifier()
+        else f"trireme_script_{abs(hash(path))}"
     )
     spec = importlib.util.spec_from_file_location(name, path, loader=FromSource(name, str(path)))
     if spec is None or spec.loader is None or path.suffix != ".py":
@@ -210,7 +231,8 @@ def load(script: str | Path) -> UserModule:
 
 
 def _has_items(found: Any) -> bool:
-    """Whether `found[number]` means something: torch gives its iterable datasets a method that only raises."""
+    """Whether `found[number]` means something: torch gives its iterable datasets a method that only
+    raises."""
     method = getattr(type(found), "__getitem__", None)
     return method is not None and getattr(method, "__qualname__", "") != "Dataset.__getitem__"
 
@@ -244,7 +266,9 @@ def _config(path: Path, config: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = dataclasses.asdict(config)
     if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
-        raise InvalidArgument(f"config in {path} is {type(config).__name__}", hint="use trireme.Config(...) or a dict")
+        raise InvalidArgument(
+            f"config in {path} is {type(config).__name__}", hint="use trireme.Config(...) or a dict"
+        )
     return dict(config)
 
 
@@ -284,7 +308,8 @@ def _trimmed(error: BaseException, folder: Path) -> list[str]:
     lines = traceback.format_exception_only(type(error), error)
     if type(error).__module__.partition(".")[0] in _OURS:
         lines = [f"{type(error).__name__}: {message_of(error)}\n"]
-    if not frames or (isinstance(error, SyntaxError) and not users):  # the message of a SyntaxError has the place
+    # the message of a SyntaxError has the place
+    if not frames or (isinstance(error, SyntaxError) and not users):
         return lines
     return ["Traceback (most recent call last):\n", *traceback.format_list(users or frames), *lines]
 

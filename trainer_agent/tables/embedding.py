@@ -1,9 +1,12 @@
-"""Layers whose rows lie outside of the model, in tables, which grow by the ids that come; what a user says of a table; and the tables that a model's layers name.
+"""Layers whose rows lie outside of the model, in tables, which grow by the ids that come; what a user says of
+a table; and the tables that a model's layers name.
 
-    ids --grouped--> each id once --source.lookup--> rows: a leaf of autograd --torch.nn.functional.embedding(sparse=True)--> output
+    ids --grouped--> each id once --source.lookup--> rows: a leaf of autograd
+        --torch.nn.functional.embedding(sparse=True)--> output
 
-So backward gives the sparse gradient that torch.nn.Embedding(sparse=True) has, by the same code; a recording keeps the leaf. Rows are
-no parameters: `model.parameters()` and `state_dict()` are without them. Ids are any integers of 64 bits; texts become some by one hash.
+So backward gives the sparse gradient that torch.nn.Embedding(sparse=True) has, by the same code; a recording
+keeps the leaf. Rows are no parameters: `model.parameters()` and `state_dict()` are without them. Ids are any
+integers of 64 bits; texts become some by one hash.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ R = TypeVar("R", bound=Record)
 INIT = re.compile(r"(uniform|normal|constant)\(\s*([-+0-9.eE]+)\s*\)")
 NO_ROWS = (
     "table {name} has no rows here: the model is called outside of training and evaluation; "
-    "for a trained model in plain PyTorch call trireme.nn.load_tables(model, folder) first, with the folder of the export"
+    "for a trained model in plain PyTorch call trireme.nn.load_tables(model, folder) first, with "
+    "the folder of the export"
 )
 
 
 class TableLayer(nn.Module):
-    """What Embedding and EmbeddingBag have in common. `bound`: where rows come from; None: from nowhere. A copy, or a pickle, of the model
-    is bound to nothing."""
+    """What Embedding and EmbeddingBag have in common. `bound`: where rows come from; None: from nowhere. A
+    copy, or a pickle, of the model is bound to nothing."""
 
     def __init__(
         self,
@@ -56,12 +60,16 @@ class TableLayer(nn.Module):
         self.spec = spec_of(name, dim, Adagrad(lr=0.05) if optimizer is None else optimizer, init, **limits)
         padding: object = padding_idx
         if padding is not None and (not isinstance(padding, int) or not -(2**63) <= padding < 2**64):
-            raise InvalidArgument(f"table {name}: padding_idx is {padding!r:.80}; it is an id, an integer of 64 bits")
+            raise InvalidArgument(
+                f"table {name}: padding_idx is {padding!r:.80}; it is an id, an integer of 64 bits"
+            )
         self.embedding_dim, self.padding_idx = dim, None if padding_idx is None else signed(padding_idx)
         self.bound: Bound | None = None
 
     def extra_repr(self) -> str:
-        settings = self.spec.model_dump(exclude={"name", "dim", "seed", "optimizer", "init"}, exclude_defaults=True)
+        settings = self.spec.model_dump(
+            exclude={"name", "dim", "seed", "optimizer", "init"}, exclude_defaults=True
+        )
         said = [repr(self.spec.name), str(self.spec.dim), self.spec.optimizer.kind]
         return ", ".join(said + [f"{name}={value}" for name, value in settings.items()])
 
@@ -69,8 +77,9 @@ class TableLayer(nn.Module):
         return {**self.__dict__, "bound": None}
 
     def _rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Numbers of the ids, int64 in their shape; the rows that these number, float32 (k, dim), on the device of the ids; and the number
-        of padding_idx: it has a row also where no id is padding, since torch rounds bags otherwise without. Raises InvalidArgument."""
+        """Numbers of the ids, int64 in their shape; the rows that these number, float32 (k, dim), on the
+        device of the ids; and the number of padding_idx: it has a row also where no id is padding, since
+        torch rounds bags otherwise without. Raises InvalidArgument."""
         if self.bound is None:
             raise InvalidArgument(NO_ROWS.format(name=self.spec.name))
         given, recording = on_host(ids), self.bound.recording
@@ -96,14 +105,15 @@ class TableLayer(nn.Module):
 
 
 class Embedding(TableLayer):
-    """As torch.nn.Embedding, without a number of rows: any integer of 64 bits is an id (uint64 by its bits, so -1 and 2**64 - 1 are one), and an
-    id that was never trained has its initial row.
+    """As torch.nn.Embedding, without a number of rows: any integer of 64 bits is an id (uint64 by its bits,
+    so -1 and 2**64 - 1 are one), and an id that was never trained has its initial row.
 
-    `name`: of the table; layers with one name share it, and then have the same settings. `optimizer`: one of trireme.nn.SGD, Adagrad, Adam,
-    Ftrl; Adagrad(lr=0.05) if left out. `init`: "uniform(x)" in [-x, x), "normal(deviation)", "constant(x)" or "zeros". `max_rows`: then the
-    rows that were not trained for longest leave. `admit_after`: so many minibatches must have had an id before it is trained.
-    `evict_after_steps`: a row that was not trained for so many steps begins again. `padding_idx`: an id whose output is 0, which is not trained.
-    Raises InvalidArgument for settings that cannot be."""
+    `name`: of the table; layers with one name share it, and then have the same settings. `optimizer`: one of
+    trireme.nn.SGD, Adagrad, Adam, Ftrl; Adagrad(lr=0.05) if left out. `init`: "uniform(x)" in [-x, x),
+    "normal(deviation)", "constant(x)" or "zeros". `max_rows`: then the rows that were not trained for longest
+    leave. `admit_after`: so many minibatches must have had an id before it is trained. `evict_after_steps`: a
+    row that was not trained for so many steps begins again. `padding_idx`: an id whose output is 0, which is
+    not trained. Raises InvalidArgument for settings that cannot be."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  as torch.nn.Embedding
         """int64, int32, uint64 or uint32 of any shape -> float32 (*shape, dim). Raises InvalidArgument."""
@@ -115,13 +125,15 @@ class Embedding(TableLayer):
 
 
 class EmbeddingBag(TableLayer):
-    """As torch.nn.EmbeddingBag: the mean or the sum of the rows of each bag of ids. The other arguments: see Embedding; padding_idx is in no
-    bag. An empty bag is 0."""
+    """As torch.nn.EmbeddingBag: the mean or the sum of the rows of each bag of ids. The other arguments: see
+    Embedding; padding_idx is in no bag. An empty bag is 0."""
 
     def __init__(self, name: str, dim: int, mode: Literal["mean", "sum"] = "mean", **settings: Any) -> None:
         super().__init__(name, dim, **settings)
         if mode not in ("mean", "sum"):
-            raise InvalidArgument(f'table {name}: mode is {mode!r:.80}; a bag is the "mean" or the "sum" of its rows')
+            raise InvalidArgument(
+                f'table {name}: mode is {mode!r:.80}; a bag is the "mean" or the "sum" of its rows'
+            )
         self.mode = mode
 
     def forward(
@@ -130,8 +142,9 @@ class EmbeddingBag(TableLayer):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float32 (bags, dim). `input`: as of Embedding, (bags, ids), padded with padding_idx; or (ids,), with `offsets`: where each bag
-        begins. `per_sample_weights`: float32 as `input`, for mode "sum". Raises InvalidArgument."""
+        """float32 (bags, dim). `input`: as of Embedding, (bags, ids), padded with padding_idx; or (ids,),
+        with `offsets`: where each bag begins. `per_sample_weights`: float32 as `input`, for mode "sum".
+        Raises InvalidArgument."""
         what = f"table {self.spec.name}"
         ids = integers(what, input)
         if ids.dim() == 1 and offsets is not None:
@@ -139,7 +152,10 @@ class EmbeddingBag(TableLayer):
             check_offsets(what, offsets, len(ids))
         elif ids.dim() != 2 or offsets is not None:
             got = f"{'without' if offsets is None else 'with'} offsets"
-            msg = f"{what}: got ids of shape {tuple(ids.shape)} {got}; bags are (bags, ids) without offsets, or (ids,) with them"
+            msg = (
+                f"{what}: got ids of shape {tuple(ids.shape)} {got}; bags are (bags, ids) without "
+                "offsets, or (ids,) with them"
+            )
             raise InvalidArgument(msg)
         if per_sample_weights is not None:
             self._check_weights(per_sample_weights, ids)
@@ -196,10 +212,13 @@ class ModelTables:
 
     @contextmanager
     def recording(
-        self, source: RowSource, permit: Callable[[torch.Tensor], None] | None = None, named: Sequence[Grouped] = ()
+        self,
+        source: RowSource,
+        permit: Callable[[torch.Tensor], None] | None = None,
+        named: Sequence[Grouped] = (),
     ) -> Iterator[Recording]:
-        """In the block rows come from there, in whatever thread, and those that are looked up are recorded: for forward and backward of one
-        minibatch. `permit`, `named`: see Recording."""
+        """In the block rows come from there, in whatever thread, and those that are looked up are recorded:
+        for forward and backward of one minibatch. `permit`, `named`: see Recording."""
         recording = Recording(self.specs, permit, named)
         with self._bound(source, recording):
             yield recording
@@ -222,7 +241,8 @@ def layers_of(model: nn.Module) -> list[TableLayer]:
 
 
 def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
-    """In the order of their names. Raises InvalidArgument: layers disagree about a table, or there are too many."""
+    """In the order of their names. Raises InvalidArgument: layers disagree about a table, or there are too
+    many."""
     found: dict[str, TableSpec] = {}
     for layer in layers_of(model):
         spec = layer.spec
@@ -237,16 +257,19 @@ def tables_of(model: nn.Module, job_seed: int) -> tuple[TableSpec, ...]:
 
 
 def SGD(lr: float, *, follow_schedule: bool = False) -> RowOptimizer:  # noqa: N802  as in torch.optim
-    """As torch.optim.SGD without momentum: no state. `follow_schedule`: what the script's scheduler does to the learning rate of the first parameter group,
-    by a factor, it does to `lr` too. Raises InvalidArgument."""
+    """As torch.optim.SGD without momentum: no state. `follow_schedule`: what the script's scheduler does to
+    the learning rate of the first parameter group, by a factor, it does to `lr` too. Raises
+    InvalidArgument."""
     return _record(RowOptimizer, "SGD", {"kind": "sgd", "lr": lr, "follow_schedule": follow_schedule})
 
 
 def ids_of(texts: Iterable[str]) -> torch.Tensor:
-    """An id for each text, int64 (n,): XXH3 of its UTF-8 bytes (64 bits, seed 0) as a signed number. The same everywhere. Raises
-    InvalidArgument."""
+    """An id for each text, int64 (n,): XXH3 of its UTF-8 bytes (64 bits, seed 0) as a signed number. The same
+    everywhere. Raises InvalidArgument."""
     if isinstance(texts, str):
-        raise InvalidArgument(f"ids_of takes a list of texts, got the text {texts!r:.80}; write ids_of([text])")
+        raise InvalidArgument(
+            f"ids_of takes a list of texts, got the text {texts!r:.80}; write ids_of([text])"
+        )
     given: list[object] = list(texts)
     if strange := [value for value in given if not isinstance(value, str)]:
         raise InvalidArgument(f"ids_of takes texts, got {type(strange[0]).__name__} {strange[0]!r:.80}")
@@ -254,13 +277,19 @@ def ids_of(texts: Iterable[str]) -> torch.Tensor:
 
 
 def integers(what: str, value: object) -> torch.Tensor:
-    """A tensor of integers as int64, on its device. Unsigned numbers of 64 bits keep their bits: 2**64 - 1 becomes -1, so that each has an
-    id of its own. Raises InvalidArgument."""
+    """A tensor of integers as int64, on its device. Unsigned numbers of 64 bits keep their bits: 2**64 - 1
+    becomes -1, so that each has an id of its own. Raises InvalidArgument."""
     if not isinstance(value, torch.Tensor):
-        msg = f"{what}: got {type(value).__name__}; give a tensor of integers (torch.tensor(ids), trireme.nn.ids_of(texts))"
+        msg = (
+            f"{what}: got {type(value).__name__}; give a tensor of integers (torch.tensor(ids), "
+            "trireme.nn.ids_of(texts))"
+        )
         raise InvalidArgument(msg)
     if value.dtype not in INTEGERS:
-        msg = f"{what}: got a tensor of {value.dtype}; ids are int64, int32, uint64 or uint32, and .long() converts, if it holds whole numbers"
+        msg = (
+            f"{what}: got a tensor of {value.dtype}; ids are int64, int32, uint64 or uint32, and "
+            ".long() converts, if it holds whole numbers"
+        )
         raise InvalidArgument(msg)
     if value.dtype == torch.uint64:
         return value.detach().view(torch.int64)
@@ -281,7 +310,10 @@ def on_host(ids: torch.Tensor) -> Numbers:
 def check_offsets(what: str, offsets: torch.Tensor, ids: int) -> None:
     """int64, where each bag begins. Raises InvalidArgument."""
     if offsets.dim() != 1:
-        msg = f"{what}: offsets have the shape {tuple(offsets.shape)}; they are one number for each bag, shape (bags,)"
+        msg = (
+            f"{what}: offsets have the shape {tuple(offsets.shape)}; they are one number for each bag, "
+            "shape (bags,)"
+        )
         raise InvalidArgument(msg)
     found = on_host(offsets)
     if not len(found):
@@ -293,24 +325,34 @@ def check_offsets(what: str, offsets: torch.Tensor, ids: int) -> None:
     falls = np.flatnonzero(np.diff(found) < 0)
     if len(falls):
         place = int(falls[0])
-        msg = f"{what}: offsets fall from {found[place]} to {found[place + 1]} at place {place + 1}; each bag begins where the one before ends"
+        msg = (
+            f"{what}: offsets fall from {found[place]} to {found[place + 1]} at place {place + 1}; "
+            "each bag begins where the one before ends"
+        )
         raise InvalidArgument(msg)
     if found[-1] > ids:
         raise InvalidArgument(f"{what}: the last bag begins at {found[-1]}, and there are {ids} ids")
 
 
 def named_ids(tables: Sequence[str], found: object) -> list[Grouped]:
-    """What a script's `ids(batch)` returned, of each of these tables; without ids for those that it does not name. Raises InvalidArgument."""
+    """What a script's `ids(batch)` returned, of each of these tables; without ids for those that it does not
+    name. Raises InvalidArgument."""
     if not isinstance(found, Mapping):
         msg = (
-            f"ids(batch) returned {type(found).__name__}; it returns a dict: the name of a table -> a tensor of its ids"
+            f"ids(batch) returned {type(found).__name__}; it returns a dict: the name of a table -> a "
+            "tensor of its ids"
         )
         raise InvalidArgument(msg)
     if strange := [name for name in found if name not in tables]:
-        msg = f"ids(batch) names the table {strange[0]!r:.80}, and the model's tables are {', '.join(tables):.200}"
+        msg = (
+            f"ids(batch) names the table {strange[0]!r:.80}, and the model's tables are "
+            f"{', '.join(tables):.200}"
+        )
         raise InvalidArgument(msg, hint="name them as the layers do, and leave out those that are none")
     nothing = torch.empty(0, dtype=torch.int64)
-    return [grouped(on_host(integers(f"ids(batch) of table {name}", found.get(name, nothing)))) for name in tables]
+    return [
+        grouped(on_host(integers(f"ids(batch) of table {name}", found.get(name, nothing)))) for name in tables
+    ]
 
 
 def Adagrad(  # noqa: N802
@@ -321,10 +363,12 @@ def Adagrad(  # noqa: N802
     per_row: bool = False,
     follow_schedule: bool = False,
 ) -> RowOptimizer:
-    """As torch.optim.Adagrad. `per_row`: one number of state a row, which grows by the mean of the squares, instead of one a column.
-    `follow_schedule`: see SGD. Raises InvalidArgument."""
+    """As torch.optim.Adagrad. `per_row`: one number of state a row, which grows by the mean of the squares,
+    instead of one a column. `follow_schedule`: see SGD. Raises InvalidArgument."""
     more = {"eps": eps, "initial_accumulator_value": initial_accumulator_value, "per_row": per_row}
-    return _record(RowOptimizer, "Adagrad", {"kind": "adagrad", "lr": lr, "follow_schedule": follow_schedule, **more})
+    return _record(
+        RowOptimizer, "Adagrad", {"kind": "adagrad", "lr": lr, "follow_schedule": follow_schedule, **more}
+    )
 
 
 def Adam(  # noqa: N802
@@ -334,7 +378,8 @@ def Adam(  # noqa: N802
     eps: float = 1e-8,
     follow_schedule: bool = False,
 ) -> RowOptimizer:
-    """As torch.optim.SparseAdam: rows without a gradient stay as they are. `follow_schedule`: see SGD. Raises InvalidArgument."""
+    """As torch.optim.SparseAdam: rows without a gradient stay as they are. `follow_schedule`: see SGD. Raises
+    InvalidArgument."""
     more = {"betas": betas, "eps": eps, "follow_schedule": follow_schedule}
     return _record(RowOptimizer, "Adam", {"kind": "adam", "lr": lr, **more})
 
@@ -342,8 +387,9 @@ def Adam(  # noqa: N802
 def Ftrl(  # noqa: N802
     lr: float, *, l1: float = 0.0, l2: float = 0.0, beta: float = 1.0, initial_accumulator_value: float = 0.0
 ) -> RowOptimizer:
-    """FTRL-proximal (McMahan et al. 2013): with `l1` > 0 numbers that matter little are exactly 0. Its learning rate follows no schedule: a row is
-    computed anew from sums that were made with one. Raises InvalidArgument."""
+    """FTRL-proximal (McMahan et al. 2013): with `l1` > 0 numbers that matter little are exactly 0. Its
+    learning rate follows no schedule: a row is computed anew from sums that were made with one. Raises
+    InvalidArgument."""
     more = {"l1": l1, "l2": l2, "beta": beta, "initial_accumulator_value": initial_accumulator_value}
     return _record(RowOptimizer, "Ftrl", {"kind": "ftrl", "lr": lr, **more})
 
@@ -362,7 +408,8 @@ def init_of(init: str | RowInit) -> RowInit:
     except ValueError:
         pass
     raise InvalidArgument(
-        f'init is {init!r:.80}; write "uniform(0.01)", "normal(0.01)", "constant(0.5)" or "zeros", with a finite number'
+        f'init is {init!r:.80}; write "uniform(0.01)", "normal(0.01)", "constant(0.5)" or "zeros", '
+        "with a finite number"
     )
 
 
@@ -370,7 +417,10 @@ def spec_of(name: str, dim: int, optimizer: Any, init: str | RowInit, **more: in
     """Without the seed, which is the job's. Raises InvalidArgument."""
     if not isinstance(optimizer, RowOptimizer):
         got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        msg = f"table {name!r:.80} has the optimizer {got}; rows are stepped by trireme.nn.SGD, Adagrad, Adam or Ftrl, called with their lr"
+        msg = (
+            f"table {name!r:.80} has the optimizer {got}; rows are stepped by trireme.nn.SGD, Adagrad, "
+            "Adam or Ftrl, called with their lr"
+        )
         raise InvalidArgument(msg)
     given = {"name": name, "dim": dim, "optimizer": optimizer, "init": init_of(init), **more}
     return _record(TableSpec, f"table {name!r:.80}", given)

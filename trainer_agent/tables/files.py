@@ -1,12 +1,16 @@
-"""Tables as files that anything with safetensors reads, and what has changed in them between two checkpoints, as files for online serving.
+"""Tables as files that anything with safetensors reads, and what has changed in them between two checkpoints,
+as files for online serving.
 
     tables/<name>.safetensors     `ids` (int64 (n,), ascending) and `values` (float32 (n, dim))
 
     <feed>/00000000/user.safetensors, ..., done.json     all rows
-    <feed>/00000001/user.safetensors, ..., done.json     `ids`, `values` (as in an export) that changed since, and `removed`: ids without a row now
+    <feed>/00000001/user.safetensors, ..., done.json     `ids`, `values` (as in an export) that changed since,
+                                                         and `removed`: ids without a row now
 
-A file's metadata has the table's settings, so that ids without a row have their initial one after loading, too. `done.json` is written
-last: a folder without it is not complete. table --apply(delta)--> the table of the delta's checkpoint, bit for bit.
+A file's metadata has the table's settings, so that ids without a row have their initial one after loading,
+    too. `done.json` is written
+last: a folder without it is not complete. table --apply(delta)--> the table of the delta's checkpoint, bit
+    for bit.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """The rows of one table at a version. `ids`: int64 (n,), ascending; `values`: float32 (n, dim). `state`: of their optimizer after `updates` steps, float32
-    (n, numbers); None: not kept."""
+    """The rows of one table at a version. `ids`: int64 (n,), ascending; `values`: float32 (n, dim). `state`:
+    of their optimizer after `updates` steps, float32 (n, numbers); None: not kept."""
 
     spec: TableSpec
     version: int
@@ -55,10 +59,14 @@ class StoredTable:
     def check(self, url: str) -> None:
         """Raises InvalidArgument: what was read from there is no such table."""
         ids, values = self.ids, self.values
-        fits = ids.dtype == np.int64 and values.dtype == np.float32 and values.shape == (len(ids), self.spec.dim)
+        fits = (
+            ids.dtype == np.int64 and values.dtype == np.float32 and values.shape == (len(ids), self.spec.dim)
+        )
         if not fits or not bool((ids[1:] > ids[:-1]).all()):
             shapes = f"ids {ids.dtype} {ids.shape}, values {values.dtype} {values.shape}"
-            raise InvalidArgument(f"{url} is no table that Trireme exported: {shapes} for dim {self.spec.dim}")
+            raise InvalidArgument(
+                f"{url} is no table that Trireme exported: {shapes} for dim {self.spec.dim}"
+            )
 
 
 class StoredTables:
@@ -68,7 +76,8 @@ class StoredTables:
         self._tables = tables
 
     def lookup(self, table: int, ids: Numbers) -> Floats:
-        from trireme_shared.tables.table import initial_values  # noqa: PLC0415  only where there are tables: it loads numba
+        # only where there are tables: it loads numba
+        from trireme_shared.tables.table import initial_values  # noqa: PLC0415
 
         stored = self._tables[table]
         found = initial_values(stored.spec, ids)
@@ -129,27 +138,33 @@ def read_table(url: str) -> StoredTable:
 
 
 def arrays_in(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a file, and what its metadata tell. Raises InvalidArgument: there is no such file, or it is none of these."""
+    """The arrays of a file, and what its metadata tell. Raises InvalidArgument: there is no such file, or it
+    is none of these."""
     try:
         content = files.read_bytes(url)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         msg = f"the table {url} cannot be read: {error.strerror or error}"
         raise InvalidArgument(msg, hint=f"give the folder of an export, in which {FOLDER}/ is") from error
     try:
-        header = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")])
+        header = json.loads(
+            content[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")]
+        )
         return load(content), dict(json.loads(header["__metadata__"]["trireme"]))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{url} is no table that Trireme exported: {error}") from error
 
 
 def save_tables(model: nn.Module, folder: str) -> list[str]:
-    """Write the rows of a model that was trained in this process, for load_tables: below `tables/` in the folder. Returns the files. `python
-    script.py --export` does it by itself. Raises InvalidArgument: the rows are not in this process."""
+    """Write the rows of a model that was trained in this process, for load_tables: below `tables/` in the
+    folder. Returns the files. `python script.py --export` does it by itself. Raises InvalidArgument: the rows
+    are not in this process."""
     tables = ModelTables(model, 0)
     source: object = tables.source
     if not isinstance(source, Storable):
         names = ", ".join(spec.name for spec in tables.specs) or "none"
-        msg = f"the rows of the model's tables ({names:.200}) are not in this process, so they cannot be saved"
+        msg = (
+            f"the rows of the model's tables ({names:.200}) are not in this process, so they cannot be saved"
+        )
         raise InvalidArgument(
             msg, hint="save_tables is for a model that plain python has trained, or whose tables were loaded"
         )
@@ -158,7 +173,8 @@ def save_tables(model: nn.Module, folder: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class TableDelta:
-    """From version `since` of a table (None: from nothing) to that of `rows`, which has the changed rows alone. `removed`: int64 (n,), ascending, not in `rows`."""
+    """From version `since` of a table (None: from nothing) to that of `rows`, which has the changed rows
+    alone. `removed`: int64 (n,), ascending, not in `rows`."""
 
     since: int | None
     rows: StoredTable
@@ -166,7 +182,8 @@ class TableDelta:
 
 
 class Done(Record):
-    """The marker of a complete folder of a feed. `since`, `since_checkpoint`: None of all rows. `rows`, `removed`: of each table."""
+    """The marker of a complete folder of a feed. `since`, `since_checkpoint`: None of all rows. `rows`,
+    `removed`: of each table."""
 
     number: int = Field(ge=0)
     job: str
@@ -189,7 +206,8 @@ def changed(before: StoredTable, now: StoredTable) -> TableDelta:
 
 
 def apply(table: StoredTable | None, delta: TableDelta) -> StoredTable:
-    """The table at the delta's version; a delta on nothing takes any table's place. Raises InvalidArgument: the delta is of another version or table."""
+    """The table at the delta's version; a delta on nothing takes any table's place. Raises InvalidArgument:
+    the delta is of another version or table."""
     rows = delta.rows
     if delta.since is None:
         return rows
@@ -198,8 +216,13 @@ def apply(table: StoredTable | None, delta: TableDelta) -> StoredTable:
         msg = f"a delta of table {rows.spec.name} of dim {rows.spec.dim} cannot be applied to {there}"
         raise InvalidArgument(msg, hint="begin with the export, or the folder with all rows, of the same job")
     if table.version != delta.since:
-        msg = f"table {rows.spec.name} is of step {table.version}, and the delta leads from step {delta.since} to {rows.version}"
-        raise InvalidArgument(msg, hint="apply deltas in their order, from the export's step on; none may be left out")
+        msg = (
+            f"table {rows.spec.name} is of step {table.version}, and the delta leads from step "
+            f"{delta.since} to {rows.version}"
+        )
+        raise InvalidArgument(
+            msg, hint="apply deltas in their order, from the export's step on; none may be left out"
+        )
     stays = ~np.isin(table.ids, np.concatenate([rows.ids, delta.removed]))
     ids, values = in_order([table.ids[stays], rows.ids], [table.values[stays], rows.values], rows.spec.dim)
     return StoredTable(rows.spec, rows.version, ids, values)
@@ -212,7 +235,11 @@ def write_delta(delta: TableDelta, folder: str) -> str:
     """The URL of the file. The same delta is the same bytes."""
     spec = delta.rows.spec
     about = {"table": spec.model_dump(mode="json"), "version": delta.rows.version, "since": delta.since}
-    arrays: dict[str, npt.NDArray[Any]] = {"ids": delta.rows.ids, "values": delta.rows.values, "removed": delta.removed}
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "ids": delta.rows.ids,
+        "values": delta.rows.values,
+        "removed": delta.removed,
+    }
     url = files.join(folder, spec.name + SUFFIX)
     files.write_bytes(url, save(arrays, {"trireme": json.dumps(about)}))
     return url
@@ -230,7 +257,9 @@ def read_delta(url: str) -> TableDelta:
         raise InvalidArgument(f"{url} is no delta of a table: {error}") from error
     rows.check(url)
     if found.removed.dtype != np.int64 or found.removed.ndim != 1:
-        raise InvalidArgument(f"{url} is no delta of a table: removed is {found.removed.dtype} {found.removed.shape}")
+        raise InvalidArgument(
+            f"{url} is no delta of a table: removed is {found.removed.dtype} {found.removed.shape}"
+        )
     return found
 
 
@@ -239,7 +268,8 @@ def folder_name(number: int) -> str:
 
 
 def complete(feed: str) -> list[tuple[Done, str]]:
-    """The complete folders of a feed, in order, with their URLs. Raises InvalidArgument: a marker cannot be read."""
+    """The complete folders of a feed, in order, with their URLs. Raises InvalidArgument: a marker cannot be
+    read."""
     found = []
     for name in sorted(files.names(feed)):
         if len(name) == DIGITS and name.isdecimal():
@@ -250,7 +280,8 @@ def complete(feed: str) -> list[tuple[Done, str]]:
 
 
 def folders_of(given: Sequence[str]) -> list[str]:
-    """Of deltas and of feeds, the folders to apply one after the other. Raises InvalidArgument: there is none."""
+    """Of deltas and of feeds, the folders to apply one after the other. Raises InvalidArgument: there is
+    none."""
     found: list[str] = []
     for url in given:
         if files.exists(files.join(url, DONE)):
@@ -259,7 +290,9 @@ def folders_of(given: Sequence[str]) -> list[str]:
             found += within
         else:
             msg = f"{url} is no delta and no feed: neither it nor a folder in it has {DONE}"
-            raise InvalidArgument(msg, hint="give folders that `trireme table delta` or `trireme table feed` wrote")
+            raise InvalidArgument(
+                msg, hint="give folders that `trireme table delta` or `trireme table feed` wrote"
+            )
     return found
 
 
@@ -272,7 +305,8 @@ def _done_in(folder: str) -> Done:
 
 
 def advanced(table: StoredTable | None, name: str, folders: Sequence[str]) -> StoredTable:
-    """A table after the deltas of these folders, but for those that it has already. Raises InvalidArgument."""
+    """A table after the deltas of these folders, but for those that it has already. Raises
+    InvalidArgument."""
     for folder in folders:
         delta = read_delta(files.join(folder, name + SUFFIX))
         if table is None or delta.rows.version > table.version:
@@ -288,16 +322,20 @@ def names_in(folder: str) -> Iterator[str]:
 
 
 def load_tables(model: nn.Module, folder: str, deltas: Sequence[str] = ()) -> None:
-    """The rows of all tables of the model are from now on those of an export (the folder that holds `tables/`): for inference in plain
-    PyTorch. They are constants, without gradients. A URL or a path. `deltas`: folders that `trireme table delta` or `feed` wrote, applied in this
-    order. Raises InvalidArgument: a table is not there, or of another dim; a delta does not follow."""
+    """The rows of all tables of the model are from now on those of an export (the folder that holds
+    `tables/`): for inference in plain PyTorch. They are constants, without gradients. A URL or a path.
+    `deltas`: folders that `trireme table delta` or `feed` wrote, applied in this order. Raises
+    InvalidArgument: a table is not there, or of another dim; a delta does not follow."""
     tables, stored = ModelTables(model, 0), []
     folders = folders_of([str(each) for each in deltas])
     for spec in tables.specs:
         url = files.join(str(folder), FOLDER, spec.name + SUFFIX)
         found = read_table(url)
         if (found.spec.name, found.spec.dim) != (spec.name, spec.dim):
-            msg = f"{url} holds the table {found.spec.name} of dim {found.spec.dim}, the model has {spec.name} of dim {spec.dim}"
+            msg = (
+                f"{url} holds the table {found.spec.name} of dim {found.spec.dim}, the model has "
+                f"{spec.name} of dim {spec.dim}"
+            )
             raise InvalidArgument(msg, hint="use the script that the tables were trained with")
         stored.append(advanced(found, spec.name, folders))
     tables.bind(StoredTables(stored))

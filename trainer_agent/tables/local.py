@@ -20,7 +20,8 @@ from trireme_shared.tables.table import Table, joined, living
 
 
 class LocalTables:
-    """A RowSource that steps. `slot_count`: of the job: limits of tables (max_rows, admit_after) are counted by slots."""
+    """A RowSource that steps. `slot_count`: of the job: limits of tables (max_rows, admit_after) are counted
+    by slots."""
 
     def __init__(self, specs: Sequence[TableSpec], slot_count: int) -> None:
         self._tables = [ShardedTable(spec, slot_count) for spec in specs]
@@ -39,8 +40,8 @@ class LocalTables:
         return [self.lookup(table, some) for table, some in enumerate(ids)]
 
     def step(self, lane: Sequence[LaneRows] | None, factor: float = 1.0) -> None:
-        """All tables, by the rows of the only lane. None: its minibatch is left out; rows stay, and time goes on for them. `factor`: see
-        RowOptimizer.rate."""
+        """All tables, by the rows of the only lane. None: its minibatch is left out; rows stay, and time goes
+        on for them. `factor`: see RowOptimizer.rate."""
         for place, table in enumerate(self._tables):
             if lane is None:
                 table.step(np.empty(0, np.int64), None)
@@ -61,4 +62,6 @@ class LocalTables:
 def _stored(table: Table) -> StoredTable:
     rows = joined([table.read_slot(slot) for slot in table.slots()], table.width)
     rows = living(rows, table.spec, table.version)
-    return StoredTable(table.spec, table.version, rows.ids, np.ascontiguousarray(rows.content[:, : table.spec.dim]))
+    return StoredTable(
+        table.spec, table.version, rows.ids, np.ascontiguousarray(rows.content[:, : table.spec.dim])
+    )

@@ -1,4 +1,5 @@
-"""Where a layer's rows come from for the time of a minibatch, which rows it looked up, and after backward their gradients.
+"""Where a layer's rows come from for the time of a minibatch, which rows it looked up, and after backward
+their gradients.
 
 forward: each call's leaf --note--> Recording      backward: leaf.grad (sparse)      --lane_rows--> per table: ids and sums
 """
@@ -26,14 +27,16 @@ class RowSource(Protocol):
     """All tables of a model, at one version."""
 
     def lookup(self, table: int, ids: Numbers) -> npt.NDArray[np.float32]:
-        """The rows of the ids: float32 (n, dim), a new array that nobody else writes. `table`: its place in `tables_of`; `ids`: int64 (n,),
-        n > 0, ascending, each once. Blocks until they are there; called in the thread of the forward pass."""
+        """The rows of the ids: float32 (n, dim), a new array that nobody else writes. `table`: its place in
+        `tables_of`; `ids`: int64 (n,), n > 0, ascending, each once. Blocks until they are there; called in
+        the thread of the forward pass."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a layer looks up in. `recording`: what the rows' gradients will be told to; None: they have none."""
+    """What a layer looks up in. `recording`: what the rows' gradients will be told to; None: they have
+    none."""
 
     source: RowSource
     table: int
@@ -47,8 +50,8 @@ class _Call:
 
 
 class Recording:
-    """`permit`: called whenever a gradient of rows was made; see BackwardGuard.permit. `named`: of each table ids that are grouped already; they may be others
-    than those that are looked up."""
+    """`permit`: called whenever a gradient of rows was made; see BackwardGuard.permit. `named`: of each table
+    ids that are grouped already; they may be others than those that are looked up."""
 
     def __init__(
         self,
@@ -75,11 +78,13 @@ class Recording:
         self._calls[table].append(_Call(occurrences, leaf))
 
     def lane_rows(self, records: int, factor: float = 1.0) -> tuple[LaneRows, ...]:
-        """Of each table: the ids that got a gradient, and their sums over all occurrences in all calls, added as torch adds those of one call; each
-        gradient is multiplied by `factor` before. `records`: of the minibatch. Raises InvalidArgument for a minibatch that does not fit a table."""
+        """Of each table: the ids that got a gradient, and their sums over all occurrences in all calls, added
+        as torch adds those of one call; each gradient is multiplied by `factor` before. `records`: of the
+        minibatch. Raises InvalidArgument for a minibatch that does not fit a table."""
         if not self._specs:
             return ()
-        from trireme_shared.tables.lanes import LaneRows, sums_of  # noqa: PLC0415  only where there are tables: it loads numba
+        # only where there are tables: it loads numba
+        from trireme_shared.tables.lanes import LaneRows, sums_of  # noqa: PLC0415
 
         found = []
         for spec, calls in self._named():
@@ -87,7 +92,10 @@ class Recording:
             if factor != 1.0:
                 gradients = gradients * np.float32(factor)
             if spec.max_rows is not None and len(occurrences.ids) > spec.max_rows:
-                msg = f"a minibatch has {len(occurrences.ids)} ids of table {spec.name}, whose max_rows is {spec.max_rows}"
+                msg = (
+                    f"a minibatch has {len(occurrences.ids)} ids of table {spec.name}, whose max_rows "
+                    f"is {spec.max_rows}"
+                )
                 raise InvalidArgument(msg, hint="raise max_rows, or take smaller minibatches")
             found.append(LaneRows(occurrences.ids, sums_of(occurrences, gradients), records))
         return tuple(found)
@@ -97,8 +105,9 @@ class Recording:
 
 
 def _joined(calls: list[_Call], dim: int) -> tuple[Grouped, npt.NDArray[np.float32]]:
-    """The occurrences of all calls that got a gradient, and those: float32 (n, dim), in the order of the calls. (torch merges the
-    sparse gradients of several calls by looking which index is smaller, also where they are not sorted: an order that nobody could state.)"""
+    """The occurrences of all calls that got a gradient, and those: float32 (n, dim), in the order of the
+    calls. (torch merges the sparse gradients of several calls by looking which index is smaller, also where
+    they are not sorted: an order that nobody could state.)"""
     made = [(call.occurrences, *_parts(call.leaf.grad)) for call in calls if call.leaf.grad is not None]
     if not made:
         return grouped(np.empty(0, np.int64)), np.empty((0, dim), np.float32)
@@ -111,5 +120,6 @@ def _joined(calls: list[_Call], dim: int) -> tuple[Grouped, npt.NDArray[np.float
 
 def _parts(gradient: torch.Tensor) -> tuple[Numbers, npt.NDArray[np.float32]]:
     """Of a sparse gradient that is not coalesced: numbers of rows, and values."""
-    numbers, values = gradient._indices(), gradient._values()  # noqa: SLF001  the others are for coalesced ones
+    # the others are for coalesced ones
+    numbers, values = gradient._indices(), gradient._values()  # noqa: SLF001
     return numbers[0].cpu().numpy(), values.cpu().numpy()

@@ -1,4 +1,5 @@
-"""The embedding tables of a model that is trained, by a trainer (TrainedTables) or in one process without any service (OneLane).
+"""The embedding tables of a model that is trained, by a trainer (TrainedTables) or in one process without any
+service (OneLane).
 
 with tables.minibatch(permit): forward, backward ─► tables.end_lane(records) ─► tables.lane: pushed
 with tables.minibatch(permit) as recorded: forward, backward ─► tables.step(recorded.lane_rows(records))
@@ -39,8 +40,8 @@ Lookup = Callable[[Sequence[Numbers]], Awaitable[Sequence[npt.NDArray[np.float32
 
 
 class TrainedTables:
-    """The tables of a model in a trainer: rows come from parameter servers, gradients go there. `lane`: of the last lane, see Compute.lane_rows.
-    `pinned`: see Compute.pin_rows. Raises InvalidArgument."""
+    """The tables of a model in a trainer: rows come from parameter servers, gradients go there. `lane`: of
+    the last lane, see Compute.lane_rows. `pinned`: see Compute.pin_rows. Raises InvalidArgument."""
 
     def __init__(self, model: nn.Module, spec: JobSpec) -> None:
         self._layers = ModelTables(model, spec.seed)
@@ -60,7 +61,8 @@ class TrainedTables:
     def begin_lane(self, at_hand: AtHand = ()) -> None:
         """Nothing is known of its rows but what is at hand."""
         if self.specs:
-            from trireme_shared.tables.lanes import LaneRows  # noqa: PLC0415  only where there are tables: it loads numba
+            # only where there are tables: it loads numba
+            from trireme_shared.tables.lanes import LaneRows  # noqa: PLC0415
 
             none = np.empty(0, np.int64)
             self.lane = tuple(LaneRows(none, np.empty((0, table.dim), np.float32), 0) for table in self.specs)
@@ -107,27 +109,42 @@ class TrainedTables:
 
 def _check(spec: JobSpec, names: list[str]) -> None:
     if spec.strategy is Strategy.COLLECTIVE and spec.exchange == "native":
-        msg = f"the model has embedding tables ({', '.join(names):.200}), and exchange is native, which carries gradients of parameters alone"
+        msg = (
+            f"the model has embedding tables ({', '.join(names):.200}), and exchange is native, which "
+            "carries gradients of parameters alone"
+        )
         hint = "use exchange direct: each trainer has all rows then, and their gradients are exchanged, too"
         raise InvalidArgument(msg, hint=hint)
     if spec.mode is Mode.ASYNC and spec.skip_after_seconds is not None:
         what = f"skip_after_seconds = {spec.skip_after_seconds}"
-        msg = f"the model has embedding tables ({', '.join(names):.200}), which do not go together with {what} yet"
-        hint = "leave it out: the rows of a silent parameter server can be read from nobody else, so its trainers have to wait"
+        msg = (
+            f"the model has embedding tables ({', '.join(names):.200}), which do not go together with "
+            f"{what} yet"
+        )
+        hint = (
+            "leave it out: the rows of a silent parameter server can be read from nobody else, so its "
+            "trainers have to wait"
+        )
         raise InvalidArgument(msg, hint=hint)
 
 
 class OneLane:
-    """The tables of a model in training with one lane, without any service; nothing for a model that has none. The model's layers read the tables
-    from now on; in `minibatch` their rows have gradients. `slot_count`: see LocalTables. `optimizer`: of the parameters. Raises InvalidArgument."""
+    """The tables of a model in training with one lane, without any service; nothing for a model that has
+    none. The model's layers read the tables from now on; in `minibatch` their rows have gradients.
+    `slot_count`: see LocalTables. `optimizer`: of the parameters. Raises InvalidArgument."""
 
-    def __init__(self, model: nn.Module, seed: int, slot_count: int, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, slot_count: int, optimizer: torch.optim.Optimizer
+    ) -> None:
         self._optimizer = optimizer
-        self._first_options = [{"lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+        self._first_options = [
+            {"lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups
+        ]
         self._layers = ModelTables(model, seed)
         self._tables: LocalTables | None = None
         if self._layers.specs:
-            from trainer_agent.tables.local import LocalTables  # noqa: PLC0415  only where there are tables: it loads numba
+            # only where there are tables: it loads numba
+            from trainer_agent.tables.local import LocalTables  # noqa: PLC0415
 
             self._tables = LocalTables(self._layers.specs, slot_count)
             self._layers.bind(self._tables)
@@ -162,11 +179,12 @@ class OneLane:
 
 
 class RemoteRows:
-    """A RowSource: rows on the parameter servers, for a forward pass in a thread. They are at hand if the script has named their ids; else the
-    thread waits while the event loop looks them up.
+    """A RowSource: rows on the parameter servers, for a forward pass in a thread. They are at hand if the
+    script has named their ids; else the thread waits while the event loop looks them up.
 
         forward, in its thread ─ lookup ─► at hand ─► rows
-                                      └──► event loop ─► parameter servers ─► rows      given up, or failed ─► raised in forward, and kept in `failure`
+                                      └──► event loop ─► parameter servers ─► rows      given up, or failed
+                                          ─► raised in forward, and kept in `failure`
 
     `tables`: names of the model's. `at_hand`: what needs no lookup."""
 
@@ -205,7 +223,9 @@ class RemoteRows:
             if table not in self._told:
                 self._told.add(table)
                 count = int(missing.sum())
-                log.warning("ids_not_named", table=self._tables[table], ids=count, example=int(ids[missing][0]))
+                log.warning(
+                    "ids_not_named", table=self._tables[table], ids=count, example=int(ids[missing][0])
+                )
             found[missing] = self._asked_for(table, ids[missing])
         return found
 

@@ -1,4 +1,5 @@
-"""Whole tables of a job, one at a time: from whoever has the rows beside its exported model, and from a committed checkpoint.
+"""Whole tables of a job, one at a time: from whoever has the rows beside its exported model, and from a
+committed checkpoint.
 
     export_tables         parameter servers, or the own rows ─► files
     read_tables           a checkpoint ─► memory, for evaluations while the job trains          write_checkpoint_tables    ─► files
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from trireme_shared.tables.table import RowsOfIds  # loads numba
 
 
-MOST_BYTES = 2 << 30  # of ids and values of one table: the trainer has up to three times as much while it writes them
+# of ids and values of one table: the trainer has up to three times as much while it writes them
+MOST_BYTES = 2 << 30
 log = telemetry.logger("tables.export")
 
 
@@ -47,8 +49,9 @@ async def export_tables(
     offload: Callable[..., Awaitable[dict[str, str]]],
     most_bytes: int | None = None,
 ) -> dict[str, str]:
-    """As write_tables. `version` None: of an asynchronous job, whose rows have none; the files say 0. A table of more than `most_bytes` (None:
-    MOST_BYTES) is left out, and the job's output says so. Raises OSError, Gone."""
+    """As write_tables. `version` None: of an asynchronous job, whose rows have none; the files say 0. A table
+    of more than `most_bytes` (None: MOST_BYTES) is left out, and the job's output says so. Raises OSError,
+    Gone."""
     urls: dict[str, str] = {}
     limit = MOST_BYTES if most_bytes is None else most_bytes
     for number, spec in enumerate(specs):
@@ -79,8 +82,9 @@ def read_table(
     state: bool = False,
     reads: Callable[[], None] = lambda: None,
 ) -> StoredTable:
-    """Ids and values, with `state` also that of the optimizer; all parts are read, and up to twice the bytes of ids and values are in memory. Raises
-    CheckpointUnusable, OSError; TooLarge: these are more than `most_bytes`. `reads` is called for each piece."""
+    """Ids and values, with `state` also that of the optimizer; all parts are read, and up to twice the bytes
+    of ids and values are in memory. Raises CheckpointUnusable, OSError; TooLarge: these are more than
+    `most_bytes`. `reads` is called for each piece."""
     ids, values, size, width = [], [], 0, spec.row_words if state else spec.dim
 
     def take(rows: RowsOfIds) -> None:
@@ -88,7 +92,10 @@ def read_table(
         reads()
         size += len(rows) * (8 + 4 * width)
         if most_bytes is not None and size > most_bytes:
-            msg = f"table {spec.name} has more than {most_bytes} bytes of ids and values in checkpoint {ref.uuid} (step {ref.step})"
+            msg = (
+                f"table {spec.name} has more than {most_bytes} bytes of ids and values in checkpoint "
+                f"{ref.uuid} (step {ref.step})"
+            )
             raise TooLarge(msg, hint=f"a trainer reads at most {most_bytes}; leave evaluate_every out")
         ids.append(rows.ids)
         values.append(rows.content[:, :width].copy())
@@ -104,7 +111,8 @@ def read_table(
 def read_delta(
     storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec, since: tuple[str, int]
 ) -> TableDelta | None:
-    """What changed since a checkpoint (uuid, step) that the parts of this one build on; of the files only these are read. None: they do not. Raises as read_table."""
+    """What changed since a checkpoint (uuid, step) that the parts of this one build on; of the files only
+    these are read. None: they do not. Raises as read_table."""
     ids, values, gone = [], [], [np.empty(0, np.int64)]
 
     def take(rows: RowsOfIds) -> None:
@@ -121,11 +129,17 @@ def read_tables(
     storage_url: str, ref: CheckpointRef, manifest: Manifest, reads: Callable[[], None] = lambda: None
 ) -> list[StoredTable]:
     """All of them, in the layout's order, for lookups in this process. Raises as read_table."""
-    return [read_table(storage_url, ref, manifest, spec, MOST_BYTES, reads=reads) for spec in manifest.layout.tables]
+    return [
+        read_table(storage_url, ref, manifest, spec, MOST_BYTES, reads=reads)
+        for spec in manifest.layout.tables
+    ]
 
 
-def write_checkpoint_tables(storage_url: str, ref: CheckpointRef, manifest: Manifest, directory: str) -> dict[str, str]:
-    """As write_tables, one table after the other; what is too large is left out, and the job's output says so. Raises CheckpointUnusable, OSError."""
+def write_checkpoint_tables(
+    storage_url: str, ref: CheckpointRef, manifest: Manifest, directory: str
+) -> dict[str, str]:
+    """As write_tables, one table after the other; what is too large is left out, and the job's output says
+    so. Raises CheckpointUnusable, OSError."""
     urls: dict[str, str] = {}
     for spec in manifest.layout.tables:
         try:

@@ -1,4 +1,5 @@
-"""What a trainer is doing now: its loops and its evaluator write it, reports and the end of the process read it."""
+"""What a trainer is doing now: its loops and its evaluator write it, reports and the end of the process read
+it."""
 
 from __future__ import annotations
 

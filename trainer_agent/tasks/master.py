@@ -1,4 +1,5 @@
-"""The master as a trainer sees it: it gives tasks and takes reports. HttpMaster finds the leader; callers retry PeerErrors."""
+"""The master as a trainer sees it: it gives tasks and takes reports. HttpMaster finds the leader; callers
+retry PeerErrors."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ LOOK_S = 5.0
 
 
 class MasterPort(Protocol):
-    """One attempt each. Raises the errors of trireme_shared.protocol.errors; PeerError: no answer, or no leader: ask again later."""
+    """One attempt each. Raises the errors of trireme_shared.protocol.errors; PeerError: no answer, or no
+    leader: ask again later."""
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer: ...
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None: ...
@@ -88,7 +90,8 @@ class HttpMaster:
         await self._post(f"/members/{quote(member_id)}/suspect", None)
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
-        """A trainer that is not registered (yet, or any more) shows by a key in etcd that it belongs to the job."""
+        """A trainer that is not registered (yet, or any more) shows by a key in etcd that it belongs to the
+        job."""
         path = f"/members/{quote(member_id)}/failures"
         try:
             await self._post(path, failure)
@@ -107,12 +110,16 @@ class HttpMaster:
         body = record.to_bytes() if record is not None else b"{}"
         limit_s = TIMEOUT_S + longer_s
         try:
-            return await call_json(self._client, "POST", master.url + path, body, timeout_s=limit_s, headers=headers)
+            return await call_json(
+                self._client, "POST", master.url + path, body, timeout_s=limit_s, headers=headers
+            )
         except NotLeader as error:
             leader = error.details.get("leader")
             if not isinstance(leader, str) or not leader or leader == master.url:
                 raise
-            return await call_json(self._client, "POST", leader + path, body, timeout_s=limit_s, headers=headers)
+            return await call_json(
+                self._client, "POST", leader + path, body, timeout_s=limit_s, headers=headers
+            )
 
 
 def failure_of(error: TriremeError, *, task: str = "", trainer: str = "") -> UserFailure:

@@ -1,4 +1,5 @@
-"""What a trainer tells the master while it trains. Training never waits for it; all of it is retried and bounded.
+"""What a trainer tells the master while it trains. Training never waits for it; all of it is retried and
+bounded.
 
 complete(task) ─► in order, until accepted or stale      share(step) ─► batches of metrics      suspect(member) ─► at most once a second
 """
@@ -21,7 +22,14 @@ from trainer_agent.waiting import retry
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.protocol.errors import CallerError, PeerError, StaleAttempt, TriremeError
 from trireme_shared.protocol.metrics import MOST_NAMES, Logged
-from trireme_shared.protocol.records import CompleteTask, MetricBatch, MetricsTaken, StepMetrics, Task, TaskProgress
+from trireme_shared.protocol.records import (
+    CompleteTask,
+    MetricBatch,
+    MetricsTaken,
+    StepMetrics,
+    Task,
+    TaskProgress,
+)
 from trireme_shared.protocol.records.step import StepRecord, StepResult
 from trireme_shared.protocol.records.tasks import MOST_WARNINGS, WAITS_FOR_CHARACTERS, MetricValue
 
@@ -32,7 +40,8 @@ SETTLE_S, SETTLE_PAUSE_S = 30.0, 0.25
 TELL_S = 2.0
 METRICS_EVERY_S, METRICS_STEPS, KEPT_STEPS = 0.5, 200, 2000
 METRICS_VALUES = 4000  # so a report stays below the largest body that a master takes
-PACE_EVERY_S, PACE_CHANGE = 5.0, 1.2  # without steps: how often seconds per lane are told, and what is told at once
+# without steps: how often seconds per lane are told, and what is told at once
+PACE_EVERY_S, PACE_CHANGE = 5.0, 1.2
 
 Fetch = Callable[[int], Awaitable[Sequence[StepResult]]]
 
@@ -85,7 +94,9 @@ class MetricBuffer:
 
 
 def _summed(known: Mapping[str, MetricValue], more: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
-    values = {name: Logged(value.total, value.weight, value.least, value.most) for name, value in known.items()}
+    values = {
+        name: Logged(value.total, value.weight, value.least, value.most) for name, value in known.items()
+    }
     for name, value in more.items():
         one = Logged(value.total, value.weight, value.least, value.most)
         if name in values or len(values) < MOST_NAMES:
@@ -112,7 +123,9 @@ def _has_changed(told_s: float | None, now_s: float | None) -> bool:
 class Reports:
     """`run` in the agent's TaskGroup; the other methods never wait."""
 
-    def __init__(self, master: MasterPort, trainer: str, activity: Activity, progress_s: float = PROGRESS_S) -> None:
+    def __init__(
+        self, master: MasterPort, trainer: str, activity: Activity, progress_s: float = PROGRESS_S
+    ) -> None:
         """`activity`: the tasks that this trainer works on are told every `progress_s`."""
         self._master, self._trainer, self._activity = master, trainer, activity
         self._progress_s = progress_s
@@ -143,7 +156,8 @@ class Reports:
             self._metrics.add(share, clock.monotonic())
 
     def count(self, share: StepMetrics) -> bool:
-        """What this trainer has done of a step that the owner of lane 0 reports. Whether its loss is finite."""
+        """What this trainer has done of a step that the owner of lane 0 reports. Whether its loss is
+        finite."""
         self.done.steps += 1
         self.done.records += share.records
         self.done.skipped_records += share.skipped
@@ -167,9 +181,15 @@ class Reports:
             self._warnings.append(text)
 
     def whole(self, record: StepRecord, timeline: int, grad_norm: float | None = None) -> None:
-        """This trainer owns lane 0, and the step that made this version is done. `grad_norm`: of its gradient, if this trainer knows it."""
+        """This trainer owns lane 0, and the step that made this version is done. `grad_norm`: of its
+        gradient, if this trainer knows it."""
         result = record.result
-        if result is not None and result.grad_norm is None and grad_norm is not None and math.isfinite(grad_norm):
+        if (
+            result is not None
+            and result.grad_norm is None
+            and grad_norm is not None
+            and math.isfinite(grad_norm)
+        ):
             result = result.with_fields(grad_norm=grad_norm)
         if not self.steps.active:
             self._whole_since = clock.monotonic()
@@ -183,13 +203,21 @@ class Reports:
     def suspect(self, member_id: str, cause: str) -> None:
         """A peer could not be reached. At most one report a second about each."""
         now = clock.monotonic()
-        if now - self._suspected.get(member_id, -SUSPECT_EVERY_S) >= SUSPECT_EVERY_S and not self._suspects.full():
+        if (
+            now - self._suspected.get(member_id, -SUSPECT_EVERY_S) >= SUSPECT_EVERY_S
+            and not self._suspects.full()
+        ):
             self._suspected[member_id] = now
             self._suspects.put_nowait((member_id, cause))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for send in (self._send_completions, self._send_metrics, self._send_progress, self._send_suspects):
+            for send in (
+                self._send_completions,
+                self._send_metrics,
+                self._send_progress,
+                self._send_suspects,
+            ):
                 group.create_task(send())
 
     async def flush(self, limit_s: float) -> None:
@@ -267,16 +295,17 @@ class Reports:
         return None
 
     async def tell_whole(self) -> None:
-        """Training is over here: the master hears of all steps that this trainer can tell, at once. Whoever settles them knows less: the norms that
-        this trainer measured are nowhere else."""
+        """Training is over here: the master hears of all steps that this trainer can tell, at once. Whoever
+        settles them knows less: the norms that this trainer measured are nowhere else."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TELL_S):
                 while self.steps.tellable and await self._report_metrics() is not None:
                     pass
 
     async def settle(self, version: int, timeline: int, fetch: Fetch, limit_s: float = SETTLE_S) -> None:
-        """Training is over with `version`: wait until the metrics of all steps are stored, at most `limit_s`. `fetch` asks parameter
-        servers for results from a step on, once the owner of lane 0 has had a moment to tell them."""
+        """Training is over with `version`: wait until the metrics of all steps are stored, at most `limit_s`.
+        `fetch` asks parameter servers for results from a step on, once the owner of lane 0 has had a moment
+        to tell them."""
         self.steps.reach(version, timeline)
         owner_tells = True
         try:
@@ -296,12 +325,15 @@ class Reports:
             log.warning("metrics_left", steps=repr(self.steps), seconds=limit_s)
 
     def _pace_is_news(self) -> bool:
-        """A trainer whose lanes are all computed by others first has no steps to report, but it is slow: that must be known."""
+        """A trainer whose lanes are all computed by others first has no steps to report, but it is slow: that
+        must be known."""
         pace, (told, at) = self._activity.lane_pace, self._told_pace
         if not any(pace):
             return False
         changed = any(_has_changed(*pair) for pair in zip(told, pace, strict=True))
-        return (changed and clock.monotonic() - at >= METRICS_EVERY_S) or clock.monotonic() - at >= PACE_EVERY_S
+        return (
+            changed and clock.monotonic() - at >= METRICS_EVERY_S
+        ) or clock.monotonic() - at >= PACE_EVERY_S
 
     async def _send_progress(self) -> None:
         while True:
@@ -331,7 +363,9 @@ class Reports:
             log.info("peer_suspected", member=member_id, cause=cause)
             await self._try(self._master.report_suspect(member_id))
 
-    async def _report(self, call: Callable[[], Awaitable[object]], what: str, limit_s: float = 600.0) -> object:
+    async def _report(
+        self, call: Callable[[], Awaitable[object]], what: str, limit_s: float = 600.0
+    ) -> object:
         """Until the master accepts it or refuses it as stale, or the limit is reached: then None."""
         try:
             return await retry(call, what, limit_s)

@@ -1,4 +1,5 @@
-"""Tasks of a job for one trainer: acquired from the master, their records read in the executor, completed or failed.
+"""Tasks of a job for one trainer: acquired from the master, their records read in the executor, completed or
+failed.
 
 acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)──► Records     complete, fail ─► the master
 
@@ -8,7 +9,8 @@ What each lane reads: its tasks one after the other, its minibatches by position
          | another index: acquire the task from the master, read its records in the executor
          +─ skip ─► next index       exhausted ─► no records       end ─► TrainingOver
 
-A lane can be taken over at any position: a task that is not loaded is acquired and read again, in the same order of records.
+A lane can be taken over at any position: a task that is not loaded is acquired and read again, in the same
+order of records.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class TrainingOver(Exception):
 
 
 class TaskFailed(Exception):
-    """A task's records could not be read, or the user's code failed on them. `place`: which of them, as text."""
+    """A task's records could not be read, or the user's code failed on them. `place`: which of them, as
+    text."""
 
     def __init__(self, task: Task, error: TriremeError, place: str = "") -> None:
         super().__init__(f"task {task.task_id} attempt {task.attempt}: {error}")
@@ -81,8 +84,8 @@ class LoadedTask:
 
 
 class TaskSource:
-    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is computed; None: as `offload`.
-    `by_columns`: nobody asks for records one by one."""
+    """All of it is retried until the master or the reader answers. `alone`: runs work while nothing is
+    computed; None: as `offload`. `by_columns`: nobody asks for records one by one."""
 
     def __init__(
         self,
@@ -99,7 +102,8 @@ class TaskSource:
         self._by_columns = by_columns
         self.spec, self.trainer = spec, trainer
         self._warn = warn
-        self._changed = deque[str]()  # what readers, in their threads, say of files that are trained all the same
+        # what readers, in their threads, say of files that are trained all the same
+        self._changed = deque[str]()
         self._master, self.offload, self._alone = master, offload, alone or offload
         self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
@@ -113,8 +117,8 @@ class TaskSource:
         request: str = "",
         stopped: tuple[LanePosition, ...] = (),
     ) -> TaskAnswer:
-        """The master's first answer that is not "wait". `request`: the id of an earlier request, to repeat that one.
-        Raises StaleGeneration, DeadlineExceeded, Conflict."""
+        """The master's first answer that is not "wait". `request`: the id of an earlier request, to repeat
+        that one. Raises StaleGeneration, DeadlineExceeded, Conflict."""
         ask = AcquireTask(
             trainer=self.trainer,
             request=request or ids.new_id("task"),
@@ -133,7 +137,8 @@ class TaskSource:
             await asyncio.sleep(ids.jitter(answer.retry_after_s or 0.2))
 
     async def acquire_beside(self, generation: int, awaited: int) -> TaskAnswer:
-        """The master's answer, also "wait". `awaited`: the evaluation that training waits for here; 0: it does not. Raises as `acquire`."""
+        """The master's answer, also "wait". `awaited`: the evaluation that training waits for here; 0: it
+        does not. Raises as `acquire`."""
         ask = AcquireTask(
             trainer=self.trainer,
             request=ids.new_id("task"),
@@ -145,8 +150,8 @@ class TaskSource:
         return await retry(lambda: self._master.acquire_task(ask), "a task of an evaluation")
 
     async def look(self, generation: int, stream: int, epoch: int, index: int) -> Task | None:
-        """Which task another trainer's lane has at that place; None unless that trainer has it now. One attempt. Raises
-        StaleGeneration, PeerError."""
+        """Which task another trainer's lane has at that place; None unless that trainer has it now. One
+        attempt. Raises StaleGeneration, PeerError."""
         ask = AcquireTask(
             trainer=self.trainer,
             request=ids.new_id("look"),
@@ -159,9 +164,10 @@ class TaskSource:
         return (await self._master.acquire_task(ask)).task
 
     async def load(self, task: Task) -> LoadedTask:
-        """A task with its records. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine or the dataset's storage has
-        not let it read for READ_LIMIT_S: that is no failure of the task, and another trainer may be able to read it. Until then the
-        master is told that the task waits, since one whose trainer is silent counts as failed."""
+        """A task with its records. Raises TaskFailed; ResourceExhausted, StorageUnreachable if this machine
+        or the dataset's storage has not let it read for READ_LIMIT_S: that is no failure of the task, and
+        another trainer may be able to read it. Until then the master is told that the task waits, since one
+        whose trainer is silent counts as failed."""
         backoff, tries = Backoff(f"reading {described(task)}", READ_LIMIT_S), 0
         offload = self._alone if task.alone else self.offload
         while True:
@@ -197,8 +203,9 @@ class TaskSource:
             await self._master.report_progress(task.task_id, waits)
 
     async def make_datasets(self) -> None:
-        """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member: that may take minutes, and keep the
-        interpreter, so that no lease could be renewed. What fails is told with the first task."""
+        """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member:
+        that may take minutes, and keep the interpreter, so that no lease could be renewed. What fails is told
+        with the first task."""
         for held_out, dataset in ((False, self.spec.dataset), (True, self.spec.evaluation_dataset)):
             if isinstance(dataset, MapStyle | IterableStyle):
                 with contextlib.suppress(TriremeError):
@@ -253,8 +260,11 @@ class TaskSource:
             **more,
         )
 
-    async def complete(self, task: Task, done: CompleteTask, following: TakeNext | None = None) -> Task | None:
-        """`task` is done. With `following`: the next task if the master has one at once; else `acquire` that request."""
+    async def complete(
+        self, task: Task, done: CompleteTask, following: TakeNext | None = None
+    ) -> Task | None:
+        """`task` is done. With `following`: the next task if the master has one at once; else `acquire` that
+        request."""
         report = done.with_fields(next=following)
         try:
             what = f"completing task {task.task_id}"
@@ -264,15 +274,21 @@ class TaskSource:
             return None
 
     async def fail(self, task: Task, error: TriremeError, place: str = "") -> None:
-        """This attempt failed. The master decides whether the task is tried again, discarded, or the job fails."""
+        """This attempt failed. The master decides whether the task is tried again, discarded, or the job
+        fails."""
         where = ", ".join(filter(None, (described(task), place)))
         failure = failure_of(error, task=where, trainer=self.trainer)
         failed = FailTask(
-            trainer=self.trainer, attempt=task.attempt, failure=failure, epoch=task.epoch, timeline=task.timeline
+            trainer=self.trainer,
+            attempt=task.attempt,
+            failure=failure,
+            epoch=task.epoch,
+            timeline=task.timeline,
         )
         try:
             await retry(
-                lambda: self._master.fail_task(task.task_id, failed), f"reporting that task {task.task_id} failed"
+                lambda: self._master.fail_task(task.task_id, failed),
+                f"reporting that task {task.task_id} failed",
             )
         except CallerError:  # it is not the pending attempt (any more), but the error is real
             await retry(lambda: self._master.report_failure(self.trainer, failure), "reporting a failure")
@@ -286,7 +302,8 @@ def described(task: Task) -> str:
 
 
 async def outcome_of(task: asyncio.Task[T]) -> T | None:
-    """The result of a background task, None if it was cancelled. Cancelling the caller leaves the task running."""
+    """The result of a background task, None if it was cancelled. Cancelling the caller leaves the task
+    running."""
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()
 
@@ -299,8 +316,8 @@ class Offload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A lane's share of one step. `finishes`: these are the last records of `task`. `skipped`: a discarded task was passed,
-    and some blocks may have got data of it in this very step."""
+    """A lane's share of one step. `finishes`: these are the last records of `task`. `skipped`: a discarded
+    task was passed, and some blocks may have got data of it in this very step."""
 
     before: LanePosition
     after: LanePosition
@@ -322,7 +339,8 @@ class LaneReader:
 
     @property
     def held(self) -> list[Held]:
-        """The task being read, with how many of its minibatches were handed out, and the one that was fetched ahead."""
+        """The task being read, with how many of its minibatches were handed out, and the one that was fetched
+        ahead."""
         found = [Held(self._loaded.task, self._done)] if self._loaded else []
         if (ahead := self._fetched_ahead) is not None:
             found.append(Held(ahead.task, 0))
@@ -353,7 +371,8 @@ class LaneReader:
         return self._next_portion
 
     async def at(self, position: LanePosition) -> Portion:
-        """The lane's records at `position`. Raises TrainingOver, TaskFailed, StaleGeneration, DeadlineExceeded."""
+        """The lane's records at `position`. Raises TrainingOver, TaskFailed, StaleGeneration,
+        DeadlineExceeded."""
         before = position
         while not position.exhausted:
             loaded = is_due(self._loaded, position)
@@ -424,12 +443,16 @@ class LaneReader:
         return portion_of(self._source, before, position, loaded)
 
 
-def portion_of(source: TaskSource, before: LanePosition, position: LanePosition, loaded: LoadedTask) -> Portion:
+def portion_of(
+    source: TaskSource, before: LanePosition, position: LanePosition, loaded: LoadedTask
+) -> Portion:
     """The records of the lane whose reader stands at `position` of a task."""
     records = source.minibatch(loaded, position.offset // source.spec.minibatch_size)
     offset = position.offset + len(records)
     finishes = offset >= len(loaded.shard)
-    after = _after_task(position, loaded.task.stream_length) if finishes else position.with_fields(offset=offset)
+    after = (
+        _after_task(position, loaded.task.stream_length) if finishes else position.with_fields(offset=offset)
+    )
     return Portion(before, after, records, loaded.task, finishes, position.index != before.index)
 
 
@@ -446,7 +469,8 @@ def is_due(loaded: LoadedTask | None, position: LanePosition) -> LoadedTask | No
 
 
 class LaneReaders:
-    """The readers of this trainer's lanes, made when first used. `generation` is asked for at each acquire."""
+    """The readers of this trainer's lanes, made when first used. `generation` is asked for at each
+    acquire."""
 
     def __init__(self, source: TaskSource, generation: Callable[[], int]) -> None:
         self._source, self._generation = source, generation
@@ -468,8 +492,8 @@ class LaneReaders:
     async def read(self, lanes: Sequence[int], positions: Sequence[LanePosition]) -> dict[int, Portion]:
         """Each lane's records at its position. Raises as LaneReader.at.
 
-        Mostly all are loaded: then this returns without a turn of the event loop, and computing begins before the pull is
-        sent.
+        Mostly all are loaded: then this returns without a turn of the event loop, and computing begins before
+        the pull is sent.
         """
         at_hand = {lane: self[lane].at_hand(positions[lane]) for lane in lanes}
         portions = {lane: portion for lane, portion in at_hand.items() if portion is not None}
@@ -477,7 +501,9 @@ class LaneReaders:
             return portions
         async with SingleErrorGroup() as group:
             reading = {
-                lane: group.create_task(self[lane].at(positions[lane])) for lane in lanes if lane not in portions
+                lane: group.create_task(self[lane].at(positions[lane]))
+                for lane in lanes
+                if lane not in portions
             }
         return {lane: portions.get(lane) or reading[lane].result() for lane in lanes}
 
@@ -493,12 +519,14 @@ class LaneReaders:
                 reader.drop()
 
     async def announce_end(self, lane: int, epoch: int) -> None:
-        """Acquiring from the epoch after the last one, for one of the trainer's lanes of now, tells the master that everything
-        is committed. Raises TrainingOver, StaleGeneration."""
+        """Acquiring from the epoch after the last one, for one of the trainer's lanes of now, tells the
+        master that everything is committed. Raises TrainingOver, StaleGeneration."""
         await self._source.acquire(self._generation(), lane, epoch)
         raise TrainingOver
 
     async def announce_stop(self, lane: int, epochs: int, version: StepRecord) -> None:
         """The same for training that ends early, at this version. Raises TrainingOver, StaleGeneration."""
-        await self._source.acquire(self._generation(), lane, epochs, version.version, stopped=version.positions)
+        await self._source.acquire(
+            self._generation(), lane, epochs, version.version, stopped=version.positions
+        )
         raise TrainingOver

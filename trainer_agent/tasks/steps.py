@@ -1,7 +1,9 @@
-"""Steps as the reports to the master tell them: where the time of a trainer's steps goes, and the whole steps of the owner of lane 0.
+"""Steps as the reports to the master tell them: where the time of a trainer's steps goes, and the whole steps
+of the owner of lane 0.
 
 Times        a step: computing ─► pushed ─► pulled          reports: add (each step) ─► take (one record for many steps)
-WholeSteps   pulled with a version ─► add ─► portion: from the first one that the master does not know ─► heard: what it knows, what is stored
+WholeSteps   pulled with a version ─► add ─► portion: from the first one that the master does not know
+    ─► heard: what it knows, what is stored
              a new owner, or a new master, lacks some ─► missing_from ─► parameter servers are asked ─► filled
 """
 
@@ -21,7 +23,8 @@ MOST_STEPS = 4096
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of a step, or of several. `waiting_since`: when it last computed, or its push was acknowledged; None: it does not wait."""
+    """Seconds of a step, or of several. `waiting_since`: when it last computed, or its push was acknowledged;
+    None: it does not wait."""
 
     compute: float = 0.0
     push: float = 0.0
@@ -86,16 +89,19 @@ class TimesBuffer:
 
 
 class WholeSteps:
-    """The steps that the owner of lane 0 tells the master, in order, until their metrics are stored. `stored`: metrics of steps before are stored.
-    `missing_from`: the first step that the master lacks and that is not here; None: there is none. Bounded: the oldest are dropped while the
-    master is away."""
+    """The steps that the owner of lane 0 tells the master, in order, until their metrics are stored.
+    `stored`: metrics of steps before are stored. `missing_from`: the first step that the master lacks and
+    that is not here; None: there is none. Bounded: the oldest are dropped while the master is away."""
 
     def __init__(self) -> None:
         self.timeline = -1
         self.clear()
 
     def __repr__(self) -> str:
-        return f"<WholeSteps {min(self._steps, default=self._end)} to {self._end}: told {self._told}, stored {self.stored}>"
+        return (
+            f"<WholeSteps {min(self._steps, default=self._end)} to {self._end}: told {self._told}, "
+            f"stored {self.stored}>"
+        )
 
     def clear(self) -> None:
         """This trainer does not own lane 0, or the job went back."""
@@ -110,7 +116,8 @@ class WholeSteps:
         return bool(self._end)
 
     def stored_in(self, timeline: int) -> int:
-        """Metrics of steps before are stored. 0 as long as none of that timeline is done here: after a roll-back steps come again."""
+        """Metrics of steps before are stored. 0 as long as none of that timeline is done here: after a
+        roll-back steps come again."""
         return self.stored if timeline == self.timeline else 0
 
     @property
@@ -120,7 +127,8 @@ class WholeSteps:
 
     @property
     def tellable(self) -> bool:
-        """Whether the master would take steps that it was not told of: it wants them in order, and has to get those that are missing here first."""
+        """Whether the master would take steps that it was not told of: it wants them in order, and has to get
+        those that are missing here first."""
         return bool(self.waiting) and self.missing_from is None
 
     def add(self, result: StepResult | None, step: int, timeline: int) -> None:

@@ -40,7 +40,8 @@ class WaitTimedOut(DeadlineExceeded, TimeoutError):
 
 
 def in_python(text: str) -> str:
-    """A sentence about flags of the command, as it is written in Python: `--fresh` -> `fresh=True`, `--job NAME` -> `job=NAME`."""
+    """A sentence about flags of the command, as it is written in Python: `--fresh` -> `fresh=True`, `--job
+    NAME` -> `job=NAME`."""
 
     def written(found: re.Match[str]) -> str:
         name, value = found[1].replace("-", "_"), found[2]

@@ -1,13 +1,15 @@
-"""The process of a background run: `trireme run` without a terminal, asked for by a line of JSON on stdin, told about on stdout.
+"""The process of a background run: `trireme run` without a terminal, asked for by a line of JSON on stdin,
+told about on stdout.
 
-It dies with the process that started it, even if that one is killed; its members die with it. SIGTERM is Ctrl-C.
-Each line on stdout is a message, a JSON object of one key:
+It dies with the process that started it, even if that one is killed; its members die with it. SIGTERM is
+Ctrl-C. Each line on stdout is a message, a JSON object of one key:
 
 begun       {"job", "folder"}: everything was checked, and members are being started
 progress    the fields of Progress
 event       a sentence
 output      [[member, line], ...] that members' scripts printed
-ended       {"code", "result"} of a job that has ended | {"error"} | {"failure"} of the script | {"stopped": true}; the last message
+ended       {"code", "result"} of a job that has ended | {"error"} | {"failure"} of the script | {"stopped":
+            true}; the last message
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ def run(asked: dict[str, Any], messages: Messages) -> dict[str, Any]:
 
 
 class Messages:
-    """A thread of its own writes them: a parent that does not read (a notebook in a long computation) must not stop the run. What is too
-    much for it is left out, the end is not. `close` waits for the last ones."""
+    """A thread of its own writes them: a parent that does not read (a notebook in a long computation) must
+    not stop the run. What is too much for it is left out, the end is not. `close` waits for the last ones."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -1,13 +1,15 @@
-"""`trireme.run(script) -> Run`: the command `trireme run` in the background of this process, for scripts and notebooks.
+"""`trireme.run(script) -> Run`: the command `trireme run` in the background of this process, for scripts and
+notebooks.
 
     run = trireme.run("digits.py", trainers=2, epochs=5)
     result = run.wait()
     print(result.metrics, run.metrics("loss")["loss"][-1])
 
-run() ─► checked ─► STARTING ─► RUNNING ... ─► COMPLETED | FAILED        stop(), nobody keeps the Run, this process ends ─► STOPPED
+run() ─► checked ─► STARTING ─► RUNNING ... ─► COMPLETED | FAILED
+    stop(), nobody keeps the Run, this process ends ─► STOPPED
 
-A Run that nobody keeps, and one that this process leaves behind at its end, is stopped as by stop(). If this process is killed, all
-processes of the run are killed with it.
+A Run that nobody keeps, and one that this process leaves behind at its end, is stopped as by stop(). If this
+process is killed, all processes of the run are killed with it.
 """
 
 from __future__ import annotations
@@ -54,19 +56,21 @@ def run(
     progress: bool = True,
     **settings: Any,
 ) -> Run:
-    """Start the job that `trireme run SCRIPT` starts: settings, folders, resuming and reasons of ends are those of the command. Returns
-    when everything is checked and members are being started; a job that was completed before is not trained again.
+    """Start the job that `trireme run SCRIPT` starts: settings, folders, resuming and reasons of ends are
+    those of the command. Returns when everything is checked and members are being started; a job that was
+    completed before is not trained again.
 
-    `settings`: of trireme.Config, and those of the command (data_dir, port, storage, ...). `fresh`: from the beginning. `check` False: do
-    not try a minibatch first. `progress`: show how it goes, in a notebook under the cell, else as lines on stderr (at a Python
-    prompt while it is waited for).
-    Keep the Run: one that nobody keeps is stopped.
-    Raises ConfigError for settings that cannot be (also Conflict, if the job began with others), UserCodeError if the script fails,
-    PeerError if something on this machine does not answer.
+    `settings`: of trireme.Config, and those of the command (data_dir, port, storage, ...). `fresh`: from the
+    beginning. `check` False: do not try a minibatch first. `progress`: show how it goes, in a notebook under
+    the cell, else as lines on stderr (at a Python prompt while it is waited for). Keep the Run: one that
+    nobody keeps is stopped. Raises ConfigError for settings that cannot be (also Conflict, if the job began
+    with others), UserCodeError if the script fails, PeerError if something on this machine does not answer.
     """
     given = {"trainers": trainers, "pservers": pservers, **settings}
     values = {
-        name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in given.items()
+        if value is not None
     }
     asked = {"script": str(script), "settings": values, "fresh": fresh, "check": check, "insecure": insecure}
     _check(Path(script), values)
@@ -88,8 +92,8 @@ def run(
 
 
 class Run:
-    """A job in the background. `job`: its name; `folder`: its files; `pid`: of the process that supervises its members. Leaving `with`
-    stops it, unless it has ended."""
+    """A job in the background. `job`: its name; `folder`: its files; `pid`: of the process that supervises
+    its members. Leaving `with` stops it, unless it has ended."""
 
     def __init__(self, supervised: Supervised, shown: Attended | None) -> None:
         """See `run`."""
@@ -124,8 +128,9 @@ class Run:
     def wait(self, timeout: float | None = None) -> RunResult:
         """Until the job has ended; `timeout` in seconds. An interrupt ends the waiting, not the job.
 
-        Raises JobFailed, with the script's traceback if that was the cause; JobStopped; WaitTimedOut (a TimeoutError), which says what the
-        job is doing; PeerError or ClusterError if the run broke off: the same call resumes it.
+        Raises JobFailed, with the script's traceback if that was the cause; JobStopped; WaitTimedOut (a
+        TimeoutError), which says what the job is doing; PeerError or ClusterError if the run broke off: the
+        same call resumes it.
         """
         with self._shown.attended() if self._shown else nullcontext():
             over = self._supervised.wait({"ended"}, timeout)
@@ -139,8 +144,9 @@ class Run:
         return result
 
     def stop(self, timeout: float = STOP_S) -> None:
-        """As Ctrl-C at `trireme run`: a checkpoint is saved (at most 30 s), then all members end; the same call of `trireme.run` resumes
-        the job. Called again meanwhile, or after `timeout` seconds, it stops at once. Does nothing once the job has ended."""
+        """As Ctrl-C at `trireme run`: a checkpoint is saved (at most 30 s), then all members end; the same
+        call of `trireme.run` resumes the job. Called again meanwhile, or after `timeout` seconds, it stops at
+        once. Does nothing once the job has ended."""
         if self.is_over:
             return
         with self._shown.attended() if self._shown else nullcontext():
@@ -156,35 +162,42 @@ class Run:
         return RunResult.of(end.result) if end is not None and end.result is not None else None
 
     def status(self) -> Progress:
-        """Where it is, half a second ago at most: `phase` (at the end COMPLETED, FAILED or STOPPED), `epoch` (from 0), `step`, `loss`,
-        `records_per_s`, `eta_s`, members, ..."""
+        """Where it is, half a second ago at most: `phase` (at the end COMPLETED, FAILED or STOPPED), `epoch`
+        (from 0), `step`, `loss`, `records_per_s`, `eta_s`, members, ..."""
         told = self._supervised.told
         return told.progress if told.end is None else replace(told.progress, phase=told.end.phase, eta_s=None)
 
     def metrics(self, name: str | Sequence[str] = (), by: str = "step") -> dict[str, list[Any]]:
-        """Columns of one length: `step` (or `epoch`, from 1), then each metric; None where a metric has no value. `name`: one or several;
-        () all. Also while the job goes on. `pandas.DataFrame(run.metrics())` takes it. Of long jobs several steps share a mean.
+        """Columns of one length: `step` (or `epoch`, from 1), then each metric; None where a metric has no
+        value. `name`: one or several; () all. Also while the job goes on. `pandas.DataFrame(run.metrics())`
+        takes it. Of long jobs several steps share a mean.
 
-        Raises NotFound (there is no such metric), InvalidArgument, Conflict (a job without a master), PeerError, DeadlineExceeded.
+        Raises NotFound (there is no such metric), InvalidArgument, Conflict (a job without a master),
+        PeerError, DeadlineExceeded.
         """
         names = [name] if isinstance(name, str) else list(name)
         return columns_of(self.folder, spec_in(self.folder), names, by, running=not self.is_over)
 
     def logs(self, member: str = "", lines: int = 100) -> str:
-        """The last lines that members wrote (`trainer-0`; "": all of them, in the order of time), with what the script printed there."""
+        """The last lines that members wrote (`trainer-0`; "": all of them, in the order of time), with what
+        the script printed there."""
         found = Logs(lambda: sorted((self.folder / "logs").glob("*.log")), member)
         if not found.members:
-            there = ", ".join(path.stem for path in sorted((self.folder / "logs").glob("*.log"))) or "none yet"
+            there = (
+                ", ".join(path.stem for path in sorted((self.folder / "logs").glob("*.log"))) or "none yet"
+            )
             raise NotFound(f"job {self.job} has no log of {member or 'any member'}; there are: {there}")
         return "\n".join(line.text if member else f"{line.member}  {line.text}" for line in found.last(lines))
 
     @property
     def model_path(self) -> str:
-        """Path or URL of the trained model's state_dict (`model.pt`). Raises NotFound before the job is COMPLETED."""
+        """Path or URL of the trained model's state_dict (`model.pt`). Raises NotFound before the job is
+        COMPLETED."""
         return self._export("state_dict")
 
     def load(self, *, best: bool = False) -> dict[str, torch.Tensor]:
-        """The state_dict of the trained model, on the CPU; of the best evaluation with `best` (setting keep_best). Raises NotFound."""
+        """The state_dict of the trained model, on the CPU; of the best evaluation with `best` (setting
+        keep_best). Raises NotFound."""
         import torch  # noqa: PLC0415  it takes a second
 
         with files.open_read(self._export("best_state_dict" if best else "state_dict")) as file:
@@ -201,11 +214,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What `trireme run --json` prints, under the same names. `phase`: COMPLETED or FAILED (then with `reason`, `cause` and perhaps the
-    script's `failure`). `metrics`: of the evaluation after training. `loss`: mean of the last epoch that was begun, `loss_by_epoch`: {"epoch", "loss"}
-    of each. `exports`: kind (`safetensors`, `state_dict`, with keep_best also `best_...`) -> path or URL of the model. `best`: the best evaluation,
-    `stopped_step`: where stop_early ended training. `discarded`, `losses`: what was not trained. `seconds`, `restarts` (by member): of all runs that resumed each
-    other. `logs`: their folder."""
+    """What `trireme run --json` prints, under the same names. `phase`: COMPLETED or FAILED (then with
+    `reason`, `cause` and perhaps the script's `failure`). `metrics`: of the evaluation after training.
+    `loss`: mean of the last epoch that was begun, `loss_by_epoch`: {"epoch", "loss"} of each. `exports`: kind
+    (`safetensors`, `state_dict`, with keep_best also `best_...`) -> path or URL of the model. `best`: the
+    best evaluation, `stopped_step`: where stop_early ended training. `discarded`, `losses`: what was not
+    trained. `seconds`, `restarts` (by member): of all runs that resumed each other. `logs`: their folder."""
 
     job: str
     phase: str
@@ -253,7 +267,9 @@ def _check(script: Path, values: dict[str, Any]) -> None:
 
 
 def _call_of(script: str, values: dict[str, Any]) -> str:
-    return f"trireme.run({', '.join([repr(script), *(f'{name}={value!r}' for name, value in values.items())])})"
+    return (
+        f"trireme.run({', '.join([repr(script), *(f'{name}={value!r}' for name, value in values.items())])})"
+    )
 
 
 def _with_hint(error: TriremeError) -> TriremeError:

@@ -15,7 +15,13 @@ from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
 from trireme.view.job_address import client_of
 from trireme_shared.platform.storage import files
-from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument, PeerError, TriremeError
+from trireme_shared.protocol.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidArgument,
+    PeerError,
+    TriremeError,
+)
 from trireme_shared.protocol.metrics import LOSS
 from trireme_shared.protocol.records import Dispatch, JobSpec
 
@@ -23,13 +29,17 @@ ANSWER_S = 60.0
 T = TypeVar("T")
 
 
-def columns_of(folder: Path, spec: JobSpec, names: Sequence[str], by: str, *, running: bool) -> dict[str, list[Any]]:
+def columns_of(
+    folder: Path, spec: JobSpec, names: Sequence[str], by: str, *, running: bool
+) -> dict[str, list[Any]]:
     """`names` empty: all. Raises InvalidArgument, NotFound, Conflict, PeerError, DeadlineExceeded."""
     if by not in ("step", "epoch"):
         raise InvalidArgument(f'by = {by!r}: metrics are by "step" or by "epoch"')
     if spec.dispatch is Dispatch.ETCD:
         raise Conflict("jobs without a master keep no metrics by step", hint="status() tells the loss")
-    rows = outside_any_loop(_rows_of(folder, spec, names, by, running=running), ANSWER_S, f"metrics of job {spec.job}")
+    rows = outside_any_loop(
+        _rows_of(folder, spec, names, by, running=running), ANSWER_S, f"metrics of job {spec.job}"
+    )
     return columns(by, rows)
 
 
@@ -77,7 +87,8 @@ async def _read(found: Found, names: Sequence[str]) -> dict[str, list[tuple[int,
 
 
 def outside_any_loop(work: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
-    """Run it in a thread of its own: in a notebook this thread runs a loop already. Raises DeadlineExceeded."""
+    """Run it in a thread of its own: in a notebook this thread runs a loop already. Raises
+    DeadlineExceeded."""
     done = Future[T]()
 
     def run() -> None:

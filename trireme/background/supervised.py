@@ -1,9 +1,10 @@
 """The process of a background run, as its parent sees it.
 
-a thread: start the process ─► read its messages (process.py) ─► End          other threads: wait for the beginning or the end, interrupt, kill
+a thread: start the process ─► read its messages (process.py) ─► End
+    other threads: wait for the beginning or the end, interrupt, kill
 
-The thread lives as long as the process: on Linux the kernel kills a child when the thread that started it ends, so the process also dies
-with a parent that is killed.
+The thread lives as long as the process: on Linux the kernel kills a child when the thread that started it
+ends, so the process also dies with a parent that is killed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ MOST_EVENTS, MOST_LINES, MOST_LOSSES = 100, 100, 1000
 
 @dataclass(slots=True)
 class Told:
-    """What a run has told until now. `losses`: by step, as often as it was told; `lines`: member and what its script printed."""
+    """What a run has told until now. `losses`: by step, as often as it was told; `lines`: member and what its
+    script printed."""
 
     progress: Progress = field(default_factory=lambda: Progress(phase="STARTING", stage=""))
     begun: Mapping[str, str] | None = None
@@ -134,7 +136,11 @@ class Supervised:
         with tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(  # noqa: S603  our own interpreter and module
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,
                 )
             except OSError as error:
                 self._set_end(End(error=PeerError(f"{command[0]} cannot be started: {error}")))
@@ -181,7 +187,8 @@ class Supervised:
         self._tell(kind, value)
 
     def _set_end(self, end: End) -> None:
-        if self.told.begun is None and end.result is not None:  # completed before: its folder is known all the same
+        # completed before: its folder is known all the same
+        if self.told.begun is None and end.result is not None:
             folder = str(Path(end.result["logs"]).parent)
             self.told.begun = {"job": str(end.result["job"]), "folder": folder}
         if end.result is not None and self.told.begun is not None and self._watcher is not None:
@@ -236,7 +243,8 @@ def end_of(told: Mapping[str, Any], what: str, again: str) -> End:
 
 
 def end_of_dead(code: int, said: str, what: str, again: str) -> End:
-    """The process ended without a last message. `code`: as subprocess gives it; `said`: the end of its stderr."""
+    """The process ended without a last message. `code`: as subprocess gives it; `said`: the end of its
+    stderr."""
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     message = f"the process that runs {what} has ended ({how})"
     return End(error=PeerError("\n".join([message, *([said] if said else [])]), hint=f"resume it: {again}"))

@@ -1,4 +1,5 @@
-"""How the user sees a run: lines on stderr; in a notebook a picture of it, with a chart of the loss, that is replaced where it stands.
+"""How the user sees a run: lines on stderr; in a notebook a picture of it, with a chart of the loss, that is
+replaced where it stands.
 
 a notebook's kernel ─► InPlace        a script ─► Lines        a prompt ─► Lines, while the user waits for the run
 """
@@ -124,13 +125,19 @@ class Picture:
         if self._end.result is not None and self._end.error is None:
             return summary_text(self._end.result)
         error = self._end.error
-        hint = "" if isinstance(error, JobStopped) else getattr(error, "hint", "")  # the last event says how it goes on
+        # the last event says how it goes on
+        hint = "" if isinstance(error, JobStopped) else getattr(error, "hint", "")
         return f"{error}\n{hint}".rstrip()
 
     def __repr__(self) -> str:
         trend = sparkline([loss for _, loss in self._losses], TREND)
         return "\n".join(
-            [f"{self._job} {self.phase}".strip(), self.summary(), *([f"loss {trend}"] if trend else []), *self._below]
+            [
+                f"{self._job} {self.phase}".strip(),
+                self.summary(),
+                *([f"loss {trend}"] if trend else []),
+                *self._below,
+            ]
         )
 
     def _repr_html_(self) -> str:
@@ -140,7 +147,8 @@ class Picture:
         bar = (
             ""
             if self._end
-            else f'<progress max="1" value="{self._progress.fraction:.3f}"></progress> {self._progress.fraction:.0%}'
+            else f'<progress max="1" value="{self._progress.fraction:.3f}"></progress> '
+            f"{self._progress.fraction:.0%}"
         )
         below = "\n".join(map(escape, self._below)) if self._end is None or self._end.error else ""
         return (
@@ -157,11 +165,17 @@ def svg(points: Points) -> str:
     least, most = min(value for _, value in points), max(value for _, value in points)
     first, steps = points[0][0], points[-1][0] - points[0][0] or 1
     high = most - least or 1
-    line = " ".join(f"{(step - first) / steps * WIDE:.1f},{(most - value) / high * HIGH:.1f}" for step, value in points)
-    label = f"loss from {number(points[0][1])} at step {points[0][0]:.0f} to {number(points[-1][1])} at step {points[-1][0]:.0f}"
+    line = " ".join(
+        f"{(step - first) / steps * WIDE:.1f},{(most - value) / high * HIGH:.1f}" for step, value in points
+    )
+    label = (
+        f"loss from {number(points[0][1])} at step {points[0][0]:.0f} to {number(points[-1][1])} at "
+        f"step {points[-1][0]:.0f}"
+    )
     text = 'font-size="11" fill="currentColor" font-family="monospace"'
     return (
-        f'<svg role="img" aria-label="{label}" viewBox="-4 -16 {WIDE + 8} {HIGH + 34}" width="{WIDE}" style="display:block">'
+        f'<svg role="img" aria-label="{label}" viewBox="-4 -16 {WIDE + 8} {HIGH + 34}" '
+        f'width="{WIDE}" style="display:block">'
         f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
         f'<text x="0" y="-4" {text}>loss {number(most)}</text>'
         f'<text x="0" y="{HIGH + 14}" {text}>{number(least)}</text>'

@@ -1,7 +1,8 @@
-"""`trireme`: the command line. Data on stdout, everything else on stderr; this module loads neither torch nor pydantic.
+"""`trireme`: the command line. Data on stdout, everything else on stderr; this module loads neither torch nor
+pydantic.
 
-Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 8 disk full (resumable),
-9 cancelled, 130 interrupted.
+Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 8
+disk full (resumable), 9 cancelled, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-chaos = typer.Typer(help="Kill processes of a running local job and see how it recovers.", no_args_is_help=True)
+chaos = typer.Typer(
+    help="Kill processes of a running local job and see how it recovers.", no_args_is_help=True
+)
 checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
 token = typer.Typer(
     help="Tokens of a run or a cluster on this machine. Changes count within a second, without a restart.",
@@ -82,13 +85,16 @@ app.add_typer(token, name="token")
 history_commands.register(app)
 table_commands.register(app)
 
-_NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json", "insecure"}  # of `trireme run`
+# of `trireme run`
+_NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json", "insecure"}
 _WHICH = typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
 Which = Annotated[str | None, _WHICH]
 File = Annotated[
     Path | None,
     typer.Option(
-        "--file", help="A table of tokens that services started by hand read (TRIREME_TOKENS_FILE).", metavar="FILE"
+        "--file",
+        help="A table of tokens that services started by hand read (TRIREME_TOKENS_FILE).",
+        metavar="FILE",
     ),
 ]
 TokenName = Annotated[str, typer.Argument(help="Name of the token.", metavar="NAME")]
@@ -102,7 +108,8 @@ def run(
     dispatch: Annotated[
         str | None,
         typer.Option(
-            help="Who keeps the task queue: a master, or the trainers themselves (etcd).", metavar="master|etcd"
+            help="Who keeps the task queue: a master, or the trainers themselves (etcd).",
+            metavar="master|etcd",
         ),
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers.", metavar="N")] = None,
@@ -139,7 +146,9 @@ def run(
     standbys: Annotated[int | None, typer.Option(help="Number of standby masters.", metavar="N")] = None,
     spare_pservers: Annotated[
         int | None,
-        typer.Option(help="Number of spare parameter servers; a spare takes over when another one dies.", metavar="N"),
+        typer.Option(
+            help="Number of spare parameter servers; a spare takes over when another one dies.", metavar="N"
+        ),
     ] = None,
     etcd: Etcd = None,
     etcd_user: EtcdUser = None,
@@ -155,7 +164,8 @@ def run(
     storage: Annotated[
         str | None,
         typer.Option(
-            help="Write checkpoints and exports below this path or URL (s3://bucket/runs) instead of the job's folder.",
+            help="Write checkpoints and exports below this path or URL (s3://bucket/runs) instead of "
+            "the job's folder.",
             metavar="URL",
         ),
     ] = None,
@@ -164,26 +174,33 @@ def run(
     fresh: Annotated[
         bool,
         typer.Option(
-            "--fresh", help="Start from the beginning; the files of the last run move to previous/ in the job's folder."
+            "--fresh",
+            help="Start from the beginning; the files of the last run move to previous/ in the job's folder.",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's spec as JSON and start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the job's spec as JSON and start nothing.")
+    ] = False,
     insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Train SCRIPT on this machine: etcd, master, parameter servers and trainers run as supervised processes.
 
-    A setting comes from the first of: flag, environment (TRIREME_EPOCHS, ...), trireme.toml, the script's config, default.
+    A setting comes from the first of: flag, environment (TRIREME_EPOCHS, ...), trireme.toml, the script's
+    config, default.
 
     Run the same command again after a stop:
-    - An unfinished job resumes from its last checkpoint. The numbers of trainers and parameter servers may differ (with
+    - An unfinished job resumes from its last checkpoint. The numbers of trainers and parameter servers may
+      differ (with
     independent checkpoints only that of trainers); other settings must be the same.
     - A completed job is not trained again.
     - A job that failed because members, its storage or its dataset were away resumes, too.
-    - A job whose script failed starts from the beginning, as any job does with --fresh. The files of its last run are kept
+    - A job whose script failed starts from the beginning, as any job does with --fresh. The files of its last
+      run are kept
     in previous/ in the job's folder.
 
-    Names of ElasticDL's and PaddlePaddle's command lines are taken where they mean the same: docs/migration.md.
+    Names of ElasticDL's and PaddlePaddle's command lines are taken where they mean the same:
+    docs/migration.md.
     """
     given = {**locals(), "trackers": trackers or None}
     if check and script.is_file():  # said before the imports, which take a second
@@ -216,7 +233,9 @@ def status(
 
 @app.command()
 def tasks(
-    state: Annotated[str | None, typer.Option(help="Only these.", metavar="todo|pending|requeued|discarded")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Only these.", metavar="todo|pending|requeued|discarded")
+    ] = None,
     named: Named = None,
     job: Job = None,
     data_dir: DataDir = None,
@@ -259,10 +278,13 @@ def explain(
 def scale(
     named: Named = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers from now on.", metavar="N")] = None,
-    pservers: Annotated[int | None, typer.Option(help="Number of parameter servers from now on.", metavar="M")] = None,
+    pservers: Annotated[
+        int | None, typer.Option(help="Number of parameter servers from now on.", metavar="M")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would move.")] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="By a checkpoint that all parameter servers load, instead of live.")
+        bool,
+        typer.Option("--restart", help="By a checkpoint that all parameter servers load, instead of live."),
     ] = False,
     wait_s: WaitS = 300.0,
     job: Job = None,
@@ -270,7 +292,8 @@ def scale(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Change the numbers of trainers and parameter servers of a running job. Training goes on meanwhile, with the same bits.
+    """Change the numbers of trainers and parameter servers of a running job. Training goes on meanwhile, with
+    the same bits.
 
     Exit code 7: not finished within --wait-s; the resize goes on.
     """
@@ -291,10 +314,15 @@ def export(
     which: Which = None,
     out: Annotated[
         str | None,
-        typer.Option(help="Folder or URL for the files. Default: export-step-N in the job's folder.", metavar="DIR"),
+        typer.Option(
+            help="Folder or URL for the files. Default: export-step-N in the job's folder.", metavar="DIR"
+        ),
     ] = None,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Write the state of the optimizer and the scheduler, too: training.pt.")
+        bool,
+        typer.Option(
+            "--optimizer", help="Write the state of the optimizer and the scheduler, too: training.pt."
+        ),
     ] = False,
     tables: Tables = "safetensors",
     job: Job = None,
@@ -302,14 +330,17 @@ def export(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint (the newest, if none is named) as model.safetensors and model.pt, which plain PyTorch loads.
+    """Write a checkpoint (the newest, if none is named) as model.safetensors and model.pt, which plain
+    PyTorch loads.
 
     Loads the job's script to build the model; the script must be the one the checkpoint was made with.
     The script of a job in a cluster is fetched and runs here.
     """
     from trireme.cli.export import export as run_export  # noqa: PLC0415
 
-    raise typer.Exit(run_export(job, data_dir, which, out, url, optimizer=optimizer, tables=tables, as_json=as_json))
+    raise typer.Exit(
+        run_export(job, data_dir, which, out, url, optimizer=optimizer, tables=tables, as_json=as_json)
+    )
 
 
 @chaos.command("kill")
@@ -322,7 +353,8 @@ def chaos_kill(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Send SIGKILL to a process of a running local job. Prints how it was noticed, when training went on and what it cost."""
+    """Send SIGKILL to a process of a running local job. Prints how it was noticed, when training went on and
+    what it cost."""
     if (name is None) is not at_random:
         raise typer.BadParameter("give either a NAME or --random")
     from trireme.cli.chaos import kill  # noqa: PLC0415
@@ -348,11 +380,15 @@ def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
 
 @app.command()
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Folder of the authority: made if it is not there.", metavar="DIR")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of the authority: made if it is not there.", metavar="DIR")
+    ],
     hosts: Annotated[
         list[str] | None,
         typer.Option(
-            "--host", help="A name or address that the certificate is for, besides this machine's.", metavar="HOST"
+            "--host",
+            help="A name or address that the certificate is for, besides this machine's.",
+            metavar="HOST",
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="Of the certificate's files.", metavar="NAME")] = "trireme",
@@ -362,9 +398,11 @@ def certs(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a small certificate authority, or a further certificate of it, for TLS between members, masters and commands.
+    """Make a small certificate authority, or a further certificate of it, for TLS between members, masters
+    and commands.
 
-    Prints the environment variables that use them. A name that is there already gets a new certificate; services take it up.
+    Prints the environment variables that use them. A name that is there already gets a new certificate;
+    services take it up.
     """
     from trireme.cli.security import make_certificates  # noqa: PLC0415
 
@@ -372,7 +410,9 @@ def certs(
 
 
 @checkpoint.command(name="list")
-def checkpoint_list(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+def checkpoint_list(
+    job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
     """The checkpoints of a job, newest first. This machine must see its storage."""
     from trireme.cli.checkpoint import list_checkpoints  # noqa: PLC0415
 
@@ -383,7 +423,8 @@ def checkpoint_list(job: Job = None, data_dir: DataDir = None, url: Url = None, 
 def checkpoint_create(
     wait_s: WaitS = 120.0, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
 ) -> None:
-    """Make a checkpoint of a running job at one of its next steps; in synchronous mode training does not stop for it.
+    """Make a checkpoint of a running job at one of its next steps; in synchronous mode training does not stop
+    for it.
 
     Prints the operation and its checkpoint. Exit code 7: not finished within --wait-s; the operation goes on.
     """
@@ -403,8 +444,8 @@ def checkpoint_restore(
 ) -> None:
     """Take a running job back to a checkpoint. Training continues from there and ends with the same bits.
 
-    Training is not stopped before the checkpoint's files are verified; exit code 1 if they are damaged. Newer checkpoints
-    are kept and can be restored later.
+    Training is not stopped before the checkpoint's files are verified; exit code 1 if they are damaged. Newer
+    checkpoints are kept and can be restored later.
     """
     from trireme.cli.checkpoint import restore  # noqa: PLC0415
 
@@ -415,7 +456,8 @@ def checkpoint_restore(
 def checkpoint_verify(
     which: Which = None, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
 ) -> None:
-    """Read every file of a checkpoint (of all, if none is named) and compare its checksum; exit code 1 if one is damaged."""
+    """Read every file of a checkpoint (of all, if none is named) and compare its checksum; exit code 1 if one
+    is damaged."""
     from trireme.cli.checkpoint import verify  # noqa: PLC0415
 
     raise typer.Exit(verify(job, data_dir, which, url, as_json=as_json))
@@ -436,7 +478,8 @@ def token_create(
         str, typer.Option(help="viewer: read; member: what members need; admin: everything.", metavar="ROLE")
     ] = "viewer",
     valid_s: Annotated[
-        float | None, typer.Option("--valid-s", help="For so many seconds. Default: for ever.", min=1, metavar="S")
+        float | None,
+        typer.Option("--valid-s", help="For so many seconds. Default: for ever.", min=1, metavar="S"),
     ] = None,
     job: Job = None,
     data_dir: DataDir = None,
@@ -453,14 +496,16 @@ def token_create(
 def token_rotate(
     name: TokenName,
     keep_s: Annotated[
-        float, typer.Option("--keep-s", help="The old token is taken for so many seconds more.", min=0, metavar="S")
+        float,
+        typer.Option("--keep-s", help="The old token is taken for so many seconds more.", min=0, metavar="S"),
     ] = 60.0,
     job: Job = None,
     data_dir: DataDir = None,
     file: File = None,
     as_json: Json = False,
 ) -> None:
-    """Print a new token of the same role in the place of another one. Running members take up theirs by themselves."""
+    """Print a new token of the same role in the place of another one. Running members take up theirs by
+    themselves."""
     from trireme.cli.security import Where, rotate_token  # noqa: PLC0415
 
     raise typer.Exit(rotate_token(Where(file, job, data_dir), name, keep_s, as_json=as_json))
@@ -483,5 +528,6 @@ def main() -> None:
     try:
         app()
     finally:
-        # from here on Ctrl-C ends the process: as an exception it would be printed by whatever the interpreter frees just then
+        # from here on Ctrl-C ends the process: as an exception it would be printed by whatever the
+        # interpreter frees just then
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,8 +1,9 @@
 """`trireme chaos kill`: SIGKILL one process of a running local job and show what it cost.
 
 run.json, children.jsonl --> who runs --> observe --> kill --> measure --> Receipt, from
-                                          the launcher's log and the master's events: how it was noticed
-                                          the parameter servers (collective: the trainers): the next committed step
+                                          the launcher's log and the master's events: how it was noticed the
+                                          parameter servers (collective: the trainers): the next committed
+                                          step
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from trireme_shared.platform.security.tls import client_context
 from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, NotFound, PeerError, TriremeError
 from trireme_shared.protocol.events import EventRecord
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import Dispatch, JobState, Mode, Phase, PserverMember, Strategy, TrainerMember
+from trireme_shared.protocol.records import (
+    Dispatch,
+    JobState,
+    Mode,
+    Phase,
+    PserverMember,
+    Strategy,
+    TrainerMember,
+)
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 ANSWER_S = 2.0
@@ -53,8 +62,14 @@ def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random:
     telemetry.configure(level="ERROR", json=False)
     try:
         if (cluster := cluster_of(job, data_dir, None)) is not None:
-            msg = f"trireme chaos kill ends processes of a `trireme run` in a data folder of this machine, not at {cluster.address}"
-            hint = "`trireme pool` shows on which host a member of a cluster runs: kill it there, or `trireme pool drain` it"
+            msg = (
+                "trireme chaos kill ends processes of a `trireme run` in a data folder of this "
+                f"machine, not at {cluster.address}"
+            )
+            hint = (
+                "`trireme pool` shows on which host a member of a cluster runs: kill it there, or "
+                "`trireme pool drain` it"
+            )
             raise Conflict(msg, hint=hint)
         folder, _ = run_folder.find_run(data_dir, job)
         receipt = asyncio.run(kill_one(folder, _victim(folder, name, at_random=at_random)))
@@ -65,7 +80,8 @@ def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random:
 
 
 async def kill_one(folder: Path, name: str) -> Receipt:
-    """SIGKILL the child `name` of the run in `folder` and wait until training goes on. Raises NotFound, DeadlineExceeded."""
+    """SIGKILL the child `name` of the run in `folder` and wait until training goes on. Raises NotFound,
+    DeadlineExceeded."""
     async with JobProbe(folder) as probe:
         pid = alive(folder).get(name, 0)
         before = await observe(probe)
@@ -99,7 +115,10 @@ def _victim(folder: Path, name: str | None, *, at_random: bool) -> str:
     if at_random:
         return ids.source.choice(names)
     if name == "etcd" and (existing := run_folder.read_json(folder / resume.ETCD_FILE)):
-        msg = f"the etcd of this job, at {existing['etcd']}, was not started by trireme run, which kills only its own processes"
+        msg = (
+            f"the etcd of this job, at {existing['etcd']}, was not started by trireme run, which kills "
+            "only its own processes"
+        )
         raise NotFound(msg, hint="stop it with its own tools")
     if name not in names:
         msg = f"no process {name!r} is alive; alive are {', '.join(names)}"
@@ -123,11 +142,11 @@ def _is_child(name: str, pid: int) -> bool:
 
 
 class JobProbe:
-    """Reads the job that runs in `folder`. Use `async with`: a task follows etcd meanwhile. Make a new probe after the launcher was
-    started again.
+    """Reads the job that runs in `folder`. Use `async with`: a task follows etcd meanwhile. Make a new probe
+    after the launcher was started again.
 
-    `directory`: the job's keys in etcd, followed all the time. `etcd`, `keys`: for what the directory does not follow. `stall_s`: how
-    long a member that says nothing is asked for its version.
+    `directory`: the job's keys in etcd, followed all the time. `etcd`, `keys`: for what the directory does
+    not follow. `stall_s`: how long a member that says nothing is asked for its version.
     """
 
     def __init__(self, folder: Path, stall_s: float = STALL_S) -> None:
@@ -187,10 +206,13 @@ class JobProbe:
                 members = (await client.get_job(job)).members
         except PeerError:
             return 1
-        return max(0, members.trainers_desired - members.trainers) + max(0, members.pservers_desired - members.pservers)
+        return max(0, members.trainers_desired - members.trainers) + max(
+            0, members.pservers_desired - members.pservers
+        )
 
     async def versions(self) -> tuple[int, int] | None:
-        """(lowest, highest) version over all blocks; None while a parameter server is away or restoring. Collective: of the listed trainers."""
+        """(lowest, highest) version over all blocks; None while a parameter server is away or restoring.
+        Collective: of the listed trainers."""
         try:
             members = await self._serving()
             infos = await asyncio.gather(*(self._pserver(member).info() for member in members))
@@ -212,7 +234,9 @@ class JobProbe:
             found = self.directory.pservers
             return list(found.values()) if len(found) == self.directory.pservers_desired else []
         keys = await self.etcd.range(self.keys.trainers, prefix=True, timeout_s=ANSWER_S)
-        records = [read_record(TrainerMember, kv.key, kv.value) for kv in keys.kvs if self.keys.is_trainer(kv.key)]
+        records = [
+            read_record(TrainerMember, kv.key, kv.value) for kv in keys.kvs if self.keys.is_trainer(kv.key)
+        ]
         there = {each.trainer: each for each in records if each is not None and each.exchange is not None}
         names = self.directory.trainers.names
         return [_as_pserver(there[name]) for name in names] if there.keys() >= set(names) else []
@@ -276,10 +300,11 @@ def _as_pserver(trainer: TrainerMember) -> PserverMember:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Seconds since the kill; None: not seen. `next_step_s` is also None if the job ended before its next step.
-    `next_task_s`: only for a killed master. Steps are counted as in `trireme status`; the parameter servers of an asynchronous
-    job have no common count, so `next_step` and `rolled_back_to` are None there, and `next_step_s` is that of the next one anywhere.
-    `updates_lost`: minibatches that a parameter server lacks since it came back."""
+    """Seconds since the kill; None: not seen. `next_step_s` is also None if the job ended before its next
+    step. `next_task_s`: only for a killed master. Steps are counted as in `trireme status`; the parameter
+    servers of an asynchronous job have no common count, so `next_step` and `rolled_back_to` are None there,
+    and `next_step_s` is that of the next one anywhere. `updates_lost`: minibatches that a parameter server
+    lacks since it came back."""
 
     job: str
     killed: str
@@ -297,7 +322,9 @@ class Receipt:
     phase: str = ""
 
     def text(self) -> str:
-        noticed = f"{self.noticed_s:.2f} s later: {self.noticed}" if self.noticed_s is not None else self.noticed
+        noticed = (
+            f"{self.noticed_s:.2f} s later: {self.noticed}" if self.noticed_s is not None else self.noticed
+        )
         step = f"{self.next_step_s:.2f} s" if self.next_step_s is not None else "none: training is over"
         if self.next_step is not None:
             step += f" (step {self.next_step})"
@@ -311,7 +338,11 @@ class Receipt:
             ("next committed step", step),
             ("records replayed", replayed),
             ("records lost", f"{self.records_lost:,}"),
-            *[("updates lost", f"{name}: {count:,} minibatches") for name, count in self.updates_lost.items() if count],
+            *[
+                ("updates lost", f"{name}: {count:,} minibatches")
+                for name, count in self.updates_lost.items()
+                if count
+            ],
             ("job", self.phase),
         ]
         if self.next_task_s is not None:
@@ -321,8 +352,8 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The job a moment before a process dies. `versions`: lowest and highest of all blocks. `event`: id of the last event.
-    `since` and `stamp`: that moment by the loop's clock and as text."""
+    """The job a moment before a process dies. `versions`: lowest and highest of all blocks. `event`: id of
+    the last event. `since` and `stamp`: that moment by the loop's clock and as text."""
 
     state: JobState
     versions: tuple[int, int] | None
@@ -336,12 +367,20 @@ class Before:
 async def observe(probe: JobProbe) -> Before:
     """Kill right after this. Raises DeadlineExceeded if etcd does not give the job's state."""
     await probe.directory.wait_for(lambda view: view.state is not None, SETTLE_S, "the job's state")
-    discarded, events, versions = await probe.discarded_records(), await probe.events(0), await probe.versions()
+    discarded, events, versions = (
+        await probe.discarded_records(),
+        await probe.events(0),
+        await probe.versions(),
+    )
     event = events[-1].event_id if events else 0
-    return Before(probe.state, versions, discarded, event, await probe.revision(), clock.monotonic(), clock.timestamp())
+    return Before(
+        probe.state, versions, discarded, event, await probe.revision(), clock.monotonic(), clock.timestamp()
+    )
 
 
-async def measure(probe: JobProbe, before: Before, victims: Mapping[str, int], *, master: bool = False) -> Receipt:
+async def measure(
+    probe: JobProbe, before: Before, victims: Mapping[str, int], *, master: bool = False
+) -> Receipt:
     """`victims`: name -> pid. `master`: also wait for the next dispatched task. Raises DeadlineExceeded."""
     receipt = Receipt(probe.job, " and ".join(victims), next(iter(victims.values())))
     async with asyncio.TaskGroup() as group:
@@ -352,10 +391,14 @@ async def measure(probe: JobProbe, before: Before, victims: Mapping[str, int], *
         if dispatched is not None and not dispatched.done():
             dispatched.cancel()
     if step is not None:
-        receipt = replace(receipt, next_step=step[0] if probe.mode is Mode.SYNC else None, next_step_s=step[1])
+        receipt = replace(
+            receipt, next_step=step[0] if probe.mode is Mode.SYNC else None, next_step_s=step[1]
+        )
     if dispatched is not None and not dispatched.cancelled():
         receipt = replace(receipt, next_task_s=dispatched.result())
-    receipt = await _with_masterless_rollback(probe, await _with_signs(probe, receipt, before, victims), before)
+    receipt = await _with_masterless_rollback(
+        probe, await _with_signs(probe, receipt, before, victims), before
+    )
     return replace(
         receipt,
         records_lost=max(0, await probe.discarded_records() - before.discarded),
@@ -365,7 +408,9 @@ async def measure(probe: JobProbe, before: Before, victims: Mapping[str, int], *
 
 def _phase_of(state: JobState) -> str:
     """`RUNNING`, else with the reason."""
-    return str(state.phase) if state.phase is Phase.RUNNING else without_tokens(f"{state.phase}: {state.reason}")
+    return (
+        str(state.phase) if state.phase is Phase.RUNNING else without_tokens(f"{state.phase}: {state.reason}")
+    )
 
 
 def _is_same_stage(probe: JobProbe, before: Before) -> bool:
@@ -373,8 +418,8 @@ def _is_same_stage(probe: JobProbe, before: Before) -> bool:
 
 
 async def _next_step(probe: JobProbe, before: Before) -> tuple[int, float] | None:
-    """The first step that was begun and committed since `before`, and the seconds; None if the stage of the job ended first.
-    Raises DeadlineExceeded."""
+    """The first step that was begun and committed since `before`, and the seconds; None if the stage of the
+    job ended first. Raises DeadlineExceeded."""
     base, timeline = before.versions[1] if before.versions else None, before.state.timeline
     while (seconds := clock.monotonic() - before.since) < LIMIT_S:
         if probe.directory.state is not None and probe.state.timeline != timeline:
@@ -385,7 +430,12 @@ async def _next_step(probe: JobProbe, before: Before) -> tuple[int, float] | Non
             base = versions[0]
         elif versions is not None and base is not None and versions[1] < base:
             base = versions[1]  # asynchronous: a parameter server came back alone, its counts begin again
-        elif versions is not None and base is not None and versions[0] > base and probe.state.timeline == timeline:
+        elif (
+            versions is not None
+            and base is not None
+            and versions[0] > base
+            and probe.state.timeline == timeline
+        ):
             return versions[0], round(clock.monotonic() - before.since, 3)
         if probe.directory.state is not None and not _is_same_stage(probe, before):
             return None
@@ -404,8 +454,11 @@ async def _next_task(probe: JobProbe, before: Before) -> float:
     return round(clock.monotonic() - before.since, 3)
 
 
-async def _with_signs(probe: JobProbe, receipt: Receipt, before: Before, victims: Mapping[str, int]) -> Receipt:
-    """The receipt with the earliest sign in the launcher's log and the master's events, and with the records that were replayed."""
+async def _with_signs(
+    probe: JobProbe, receipt: Receipt, before: Before, victims: Mapping[str, int]
+) -> Receipt:
+    """The receipt with the earliest sign in the launcher's log and the master's events, and with the records
+    that were replayed."""
     deadline = clock.monotonic() + SETTLE_S
     while not (signs := _seen_by_launcher(probe, before, victims)) and clock.monotonic() < deadline:
         if receipt.next_step_s is not None and receipt.next_step_s > SETTLE_S:

@@ -36,7 +36,8 @@ Answer = tuple[dict[str, Any], int]
 
 
 def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> JobSpec:
-    """The spec of a local run, finished or not, or of a job of a cluster, whose files this machine must see. Raises NotFound, PeerError."""
+    """The spec of a local run, finished or not, or of a job of a cluster, whose files this machine must see.
+    Raises NotFound, PeerError."""
     if (cluster := cluster_of(job, data_dir, url)) is not None:
         return asyncio.run(_spec_in(cluster))
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
@@ -70,7 +71,9 @@ def list_checkpoints(job: str | None, data_dir: Path | None, url: str | None = N
     return answer(lambda: _list(spec_of(job, data_dir, url), as_json=as_json), as_json=as_json)
 
 
-def verify(job: str | None, data_dir: Path | None, which: str | None, url: str | None = None, *, as_json: bool) -> int:
+def verify(
+    job: str | None, data_dir: Path | None, which: str | None, url: str | None = None, *, as_json: bool
+) -> int:
     """All checkpoints, or one; exit code 1 if any is damaged."""
     return answer(lambda: _verify(spec_of(job, data_dir, url), which, as_json=as_json), as_json=as_json)
 
@@ -81,7 +84,9 @@ def answer(work: Callable[[], Answer], *, as_json: bool) -> int:
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     except OSError as error:
-        return exit_codes.report_error(PeerError(f"the job's storage cannot be read: {error}"), as_json=as_json)
+        return exit_codes.report_error(
+            PeerError(f"the job's storage cannot be read: {error}"), as_json=as_json
+        )
     if as_json:
         print(json.dumps(document))  # noqa: T201
     return code
@@ -104,9 +109,17 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
         columns = (*facts, "kind", "MiB", "needs MiB", "written", "checkpoint", "evaluation")
         table = Table(*columns, box=None, pad_edge=False)
         for row in rows:
-            own, needed = (f"{row[size] / (1 << 20):.1f}" if size in row else "" for size in ("bytes", "needed_bytes"))
+            own, needed = (
+                f"{row[size] / (1 << 20):.1f}" if size in row else "" for size in ("bytes", "needed_bytes")
+            )
             when = str(row.get("timestamp", ""))[:19]
-            cells = (*(row.get(name, "") for name in facts), _kind(row, steps), own or row["damage"], needed, when)
+            cells = (
+                *(row.get(name, "") for name in facts),
+                _kind(row, steps),
+                own or row["damage"],
+                needed,
+                when,
+            )
             evaluated = f"{row.get('evaluation') or ''}{' (best)' if row.get('best') else ''}"
             table.add_row(*map(str, cells), row["checkpoint"][:8], evaluated)
         stdout_console().print(table)
@@ -126,7 +139,8 @@ def _kind(row: Mapping[str, Any], steps: Mapping[str, int]) -> str:
 
 
 def _best_of(spec: JobSpec) -> dict[str, Any]:
-    """The best evaluation (keep_best) of a local run that has ended. Without `checkpoint`: it is that after training."""
+    """The best evaluation (keep_best) of a local run that has ended. Without `checkpoint`: it is that after
+    training."""
     folder = files.local_path(spec.storage)
     result = run_folder.read_json(folder / resume.RESULT_FILE) if folder is not None else None
     best = (result or {}).get("best")
@@ -151,7 +165,12 @@ def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
     rows, code = [], exit_codes.JOB_FAILED if unreadable else exit_codes.OK
     good: set[PartLink] = set()
     for ref in refs:
-        row: dict[str, Any] = {"checkpoint": ref.uuid, "step": ref.step, "timeline": ref.timeline, "damage": None}
+        row: dict[str, Any] = {
+            "checkpoint": ref.uuid,
+            "step": ref.step,
+            "timeline": ref.timeline,
+            "damage": None,
+        }
         try:
             manifest = stored.read_manifest(spec.storage, spec.job, ref)
             row["bytes"] = stored.verify_parts(spec.storage, ref, manifest, good)
@@ -159,7 +178,9 @@ def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
             row["damage"], code = str(error), exit_codes.JOB_FAILED
         rows.append(row)
         if not as_json:
-            Console(soft_wrap=True).print(f"step {ref.step}  {ref.uuid}  {row['damage'] or 'good'}", highlight=False)
+            Console(soft_wrap=True).print(
+                f"step {ref.step}  {ref.uuid}  {row['damage'] or 'good'}", highlight=False
+            )
     for url in () if as_json else unreadable:
         Console(soft_wrap=True).print(f"{url}  is not a readable manifest", highlight=False)
     if not refs and not unreadable:
@@ -168,7 +189,8 @@ def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
 
 
 def choose(spec: JobSpec, which: str | None) -> CheckpointRef:
-    """The checkpoint with that step, or whose uuid begins so; the newest one if `which` is None. Raises NotFound."""
+    """The checkpoint with that step, or whose uuid begins so; the newest one if `which` is None. Raises
+    NotFound."""
     refs, _ = stored.found(spec.storage)
     matching = [ref for ref in refs if which is None or str(ref.step) == which]
     matching += [ref for ref in refs if which is not None and ref.uuid.startswith(which)]
@@ -211,7 +233,8 @@ def _run_operation(
     as_json: bool,
 ) -> int:
     def connect() -> AbstractAsyncContextManager[OpenJob]:
-        """Connect to the master that leads now: the launcher writes a new leader's address into the run file."""
+        """Connect to the master that leads now: the launcher writes a new leader's address into the run
+        file."""
         target = job_target(job, data_dir, url)
         return open_job(target.address, token=target.token)
 

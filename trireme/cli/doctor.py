@@ -33,10 +33,13 @@ ANSWER_S = 3.0
 def examine(data_dir: Path | None, *, as_json: bool) -> int:
     """Returns 0 if a job can run here, else 1."""
     checks: dict[str, Callable[[], str]] = {
-        "python": lambda: f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores",
+        "python": lambda: (
+            f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores"
+        ),
         "torch": lambda: _installed("torch"),
         "hashing": lambda: (
-            f"{process_setup.HASH_SEED}={process_setup.hash_seed(os.environ)} in all members that are started here"
+            f"{process_setup.HASH_SEED}={process_setup.hash_seed(os.environ)} in all members that "
+            "are started here"
         ),
         "etcd": _etcd,
         "space": lambda: _space(data_dir or DATA_DIR),
@@ -80,7 +83,9 @@ def _installed(package: str) -> str:
 
 def _etcd() -> str:
     binary = find_binary()
-    output = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=20, check=True)  # noqa: S603
+    output = subprocess.run(
+        [str(binary), "--version"], capture_output=True, text=True, timeout=20, check=True
+    )  # noqa: S603
     return f"{output.stdout.splitlines()[0].removeprefix('etcd Version: ')} at {binary}"
 
 
@@ -125,7 +130,8 @@ def _data(data_dir: Path) -> str:
 
 
 def recovery_bounds() -> dict[str, float]:
-    """Seconds, from the default time-outs: a lease expires TTL after its last renewal, and etcd deletes it up to 0.5 s later."""
+    """Seconds, from the default time-outs: a lease expires TTL after its last renewal, and etcd deletes it up
+    to 0.5 s later."""
     lease_s = float(JobSpec.model_fields["lease_ttl_s"].default) + LATE_EXPIRY_S
     master_s = MASTER_TTL_S + LATE_EXPIRY_S
     return {
@@ -142,8 +148,9 @@ def loss_bounds() -> dict[str, float]:
     every_s = float(JobSpec.model_fields["checkpoint_every_seconds"].default)
     lease_s = float(JobSpec.model_fields["lease_ttl_s"].default) + LATE_EXPIRY_S
     return {
-        "the others live, or trainers die or freeze (left out of a checkpoint after 1 s)": seconds_between(every_s),
-        "another parameter server freezes in a checkpoint (given up after 1.5 s) and wakes before its lease expires": (
-            seconds_between(every_s, frozen_s=lease_s)
+        "the others live, or trainers die or freeze (left out of a checkpoint after 1 s)": seconds_between(
+            every_s
         ),
+        "another parameter server freezes in a checkpoint (given up after 1.5 s) and wakes before "
+        "its lease expires": (seconds_between(every_s, frozen_s=lease_s)),
     }

@@ -1,4 +1,5 @@
-"""Exit codes of the command line, and how it reports errors: one message, never one of our own stack traces."""
+"""Exit codes of the command line, and how it reports errors: one message, never one of our own stack
+traces."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def explain(job: str | None, data_dir: Path | None, url: str | None, *, as_json:
 async def _explained(job: str | None, data_dir: Path | None, url: str) -> Explanation:
     """Raises NotFound without such a job, Unauthorized."""
     if url:
-        return await _by_address(job or "", Target(address_of(url, checked_name(job) if job else None), given_token()))
+        return await _by_address(
+            job or "", Target(address_of(url, checked_name(job) if job else None), given_token())
+        )
     if "TRIREME_ETCD" in os.environ and job:
         return await _by_etcd(MemberSettings(job=job).etcd_access, job, "", None)
     if (target := target_in_cluster(job, data_dir)) is not None:
@@ -88,7 +90,8 @@ async def _asked(target: Target) -> Explanation:
 async def _by_etcd(
     access: EtcdAccess, job: str, asked: str, folder: Path | None, error: TriremeError | None = None
 ) -> Explanation:
-    """The master at `asked` did not explain the job (`error`): ask the one that etcd names, or tell why there is none."""
+    """The master at `asked` did not explain the job (`error`): ask the one that etcd names, or tell why there
+    is none."""
     etcd = access.connect()
     try:
         leader, state, known = await _leader(etcd, Keys(job))
@@ -104,17 +107,27 @@ async def _by_etcd(
         return explanation_of(job, _no_sweeper(job, state, leader, str(error)))
     if leader and leader != asked:
         try:
-            return await _asked(Target(address_of(leader, job), token_of_run(folder) if folder else given_token()))
+            return await _asked(
+                Target(address_of(leader, job), token_of_run(folder) if folder else given_token())
+            )
         except PeerError as failed:
             error = failed
     if leader and error is not None:
         return explanation_of(job, _silent_master(leader, error, folder))
-    return explanation_of(job, _no_master(job, state, folder, str(error) if error else "no master's key is in etcd"))
+    return explanation_of(
+        job, _no_master(job, state, folder, str(error) if error else "no master's key is in etcd")
+    )
 
 
 async def _leader(etcd: Etcd, keys: Keys) -> tuple[str, JobState | None, bool]:
-    """The leading master's url (of a masterless job the sweeper's, "" if nobody leads), the job's state, whether etcd knows it."""
-    reads = [Get(keys.master_address), Get(keys.sweep_lock), Get(keys.state), Get(keys.prefix, prefix=True, limit=1)]
+    """The leading master's url (of a masterless job the sweeper's, "" if nobody leads), the job's state,
+    whether etcd knows it."""
+    reads = [
+        Get(keys.master_address),
+        Get(keys.sweep_lock),
+        Get(keys.state),
+        Get(keys.prefix, prefix=True, limit=1),
+    ]
     found = await etcd.txn([], reads, timeout_s=ANSWER_S)
     values = [kv.value if (kv := found.range(place).first) else None for place in range(3)]
     address = read_record(MasterAddress, keys.master_address, values[0])
@@ -158,7 +171,10 @@ def _no_sweeper(job: str, state: JobState | None, sweeper: str, why: str) -> Cau
     return Cause(
         code=Code.NO_MASTER,
         summary=f"Job {job} has no master, {who}, and its task queue cannot be read.",
-        details=(why, f"The job's state in etcd: {f'{state.phase} ({state.reason})' if state else 'none yet'}."),
+        details=(
+            why,
+            f"The job's state in etcd: {f'{state.phase} ({state.reason})' if state else 'none yet'}.",
+        ),
         hints=(
             f"TRIREME_JOB={job} TRIREME_ETCD=URL python -m trireme.masterless",
             "read logs/trainer-*.log of the run",
@@ -260,7 +276,8 @@ def explain_stopped(folder: Path) -> Explanation:
 
 
 def told_by_launcher(folder: Path | None, role: str = "") -> list[str]:
-    """How the last processes of that role ended (all roles if it is empty); nothing for a job that no launcher runs here."""
+    """How the last processes of that role ended (all roles if it is empty); nothing for a job that no
+    launcher runs here."""
     if folder is None:
         return []
     ends = [
@@ -269,5 +286,6 @@ def told_by_launcher(folder: Path | None, role: str = "") -> list[str]:
         if event["what"] in ("died", "lost_lease", "given_up") and str(event["child"]).startswith(role)
     ]
     return [
-        f"{event['child']} ended at {event['time']}: {event['cause'] or 'cause unknown'}." for event in ends[-TOLD:]
+        f"{event['child']} ended at {event['time']}: {event['cause'] or 'cause unknown'}."
+        for event in ends[-TOLD:]
     ]

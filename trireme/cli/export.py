@@ -76,8 +76,9 @@ def _export(
 async def _write_model(
     spec: JobSpec, ref: CheckpointRef, manifest: Manifest, directory: str, *, optimizer: bool
 ) -> dict[str, str]:
-    """The user's model with the checkpoint's values, written as the end of training writes it: the script builds the
-    model, so shared parameters and what is not trained come out as well. Raises LayoutMismatch if the script changed."""
+    """The user's model with the checkpoint's values, written as the end of training writes it: the script
+    builds the model, so shared parameters and what is not trained come out as well. Raises LayoutMismatch if
+    the script changed."""
     from trainer_agent.membership.lease import check_layout  # noqa: PLC0415  loads torch
     from trainer_agent.model.block_states import BlockStates, write_training  # noqa: PLC0415
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415
@@ -103,10 +104,17 @@ async def _write_model(
 
 
 def write_checkpoint_tables(
-    storage_url: str, ref: CheckpointRef, manifest: Manifest, directory: str, form: str, *, state: bool = False
+    storage_url: str,
+    ref: CheckpointRef,
+    manifest: Manifest,
+    directory: str,
+    form: str,
+    *,
+    state: bool = False,
 ) -> dict[str, str]:
-    """Write the tables of a checkpoint into `tables/` in `directory`; returns kind -> URL of each file. One table at a time: its ids and
-    values are in memory up to three times, and all parts are read for each. Raises CheckpointUnusable, OSError.
+    """Write the tables of a checkpoint into `tables/` in `directory`; returns kind -> URL of each file. One
+    table at a time: its ids and values are in memory up to three times, and all parts are read for each.
+    Raises CheckpointUnusable, OSError.
 
     `form`: safetensors (with `state` that of the optimizer, too), npy, parquet or none."""
     from trainer_agent.tables.files import write_tables  # noqa: PLC0415
@@ -130,7 +138,9 @@ def _write_npy(table: StoredTable, directory: str) -> dict[str, str]:
 
     urls = {}
     for what, array in (("ids", table.ids), ("values", table.values)):
-        url = urls[f"table {table.spec.name} {what}"] = files.join(directory, "tables", f"{table.spec.name}.{what}.npy")
+        url = urls[f"table {table.spec.name} {what}"] = files.join(
+            directory, "tables", f"{table.spec.name}.{what}.npy"
+        )
         with files.write_atomic(url) as file:
             np.save(file, array)
     return urls

@@ -12,7 +12,9 @@ Form = Literal["table", "csv", "json", "plot"]  # of `metrics`
 Job = Annotated[
     str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")
 ]
-Named = Annotated[str | None, typer.Argument(help="Name of the job. Default: the one started last.", metavar="[JOB]")]
+Named = Annotated[
+    str | None, typer.Argument(help="Name of the job. Default: the one started last.", metavar="[JOB]")
+]
 JobName = Annotated[str, typer.Argument(help="Name of the job.", metavar="JOB")]
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder of all local runs. Default: .trireme", metavar="DIR")
@@ -20,7 +22,9 @@ DataDir = Annotated[
 Url = Annotated[
     str | None,
     typer.Option(
-        "--url", help="Address of the job's master or of a cluster. Default: what runs locally.", metavar="URL"
+        "--url",
+        help="Address of the job's master or of a cluster. Default: what runs locally.",
+        metavar="URL",
     ),
 ]
 Tables = Annotated[  # of `export`
@@ -44,19 +48,26 @@ Etcd = Annotated[
 EtcdUser = Annotated[
     str | None,
     typer.Option(
-        "--etcd-user", help="User of that etcd; the password comes from TRIREME_ETCD_PASSWORD.", metavar="NAME"
+        "--etcd-user",
+        help="User of that etcd; the password comes from TRIREME_ETCD_PASSWORD.",
+        metavar="NAME",
     ),
 ]
 EtcdPasswordFile = Annotated[
     str | None,
-    typer.Option("--etcd-password-file", help="File whose first line is that user's password.", metavar="FILE"),
+    typer.Option(
+        "--etcd-password-file", help="File whose first line is that user's password.", metavar="FILE"
+    ),
 ]
 EtcdCa = Annotated[
     str | None,
-    typer.Option("--etcd-ca", help="PEM file of the authority that signed etcd's certificate.", metavar="FILE"),
+    typer.Option(
+        "--etcd-ca", help="PEM file of the authority that signed etcd's certificate.", metavar="FILE"
+    ),
 ]
 EtcdCert = Annotated[
-    str | None, typer.Option("--etcd-cert", help="PEM file of the client's certificate for etcd.", metavar="FILE")
+    str | None,
+    typer.Option("--etcd-cert", help="PEM file of the client's certificate for etcd.", metavar="FILE"),
 ]
 EtcdKey = Annotated[
     str | None, typer.Option("--etcd-key", help="PEM file of the key of that certificate.", metavar="FILE")
@@ -64,35 +75,45 @@ EtcdKey = Annotated[
 Advertise = Annotated[
     str | None,
     typer.Option(
-        "--advertise", help="Name or address by which other hosts reach this one. Default: --host.", metavar="HOST"
+        "--advertise",
+        help="Name or address by which other hosts reach this one. Default: --host.",
+        metavar="HOST",
     ),
 ]
 
 Insecure = Annotated[
     bool,
-    typer.Option("--insecure", help="Ask nobody for a token. Members then listen on loopback addresses only."),
+    typer.Option(
+        "--insecure", help="Ask nobody for a token. Members then listen on loopback addresses only."
+    ),
 ]
 
 # of `run` and `submit`
-Script = Annotated[Path, typer.Argument(help="A Python file that defines model, dataset, loss and optimizer.")]
+Script = Annotated[
+    Path, typer.Argument(help="A Python file that defines model, dataset, loss and optimizer.")
+]
 Mode = Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")]
 Strategy = Annotated[
     str | None,
     typer.Option(
-        help="Where parameters are stepped: on parameter servers, or by every trainer, without parameter servers.",
+        help="Where parameters are stepped: on parameter servers, or by every trainer, without "
+        "parameter servers.",
         metavar="parameter_server|collective",
     ),
 ]
 MinMembers = Annotated[
     int | None,
-    typer.Option(help="Collective: train only while so many trainers have the parameters. Default: 1.", metavar="N"),
+    typer.Option(
+        help="Collective: train only while so many trainers have the parameters. Default: 1.", metavar="N"
+    ),
 ]
 OF_EXCHANGE = ("exchange", "backend", "reduction", "bucket_bytes")
 ExchangeOfJob = Annotated[
     str | None,
     typer.Option(
         "--exchange",
-        help="Collective: trainers send each other gradients themselves, or by groups of torch.distributed. Default: direct.",
+        help="Collective: trainers send each other gradients themselves, or by groups of "
+        "torch.distributed. Default: direct.",
         metavar="direct|native",
     ),
 ]
@@ -103,7 +124,8 @@ Backend = Annotated[
 Reduction = Annotated[
     str | None,
     typer.Option(
-        help="Native exchange: the same bits whoever trains (canonical, the default), or those of an allreduce.",
+        help="Native exchange: the same bits whoever trains (canonical, the default), or those of an "
+        "allreduce.",
         metavar="canonical|fast",
     ),
 ]
@@ -130,7 +152,8 @@ RestartDelayS = Annotated[
 Pservers = Annotated[
     str | None,
     typer.Option(
-        help="Number of parameter servers. auto, the default: one for each 32 MiB of parameters, at most half of the cores.",
+        help="Number of parameter servers. auto, the default: one for each 32 MiB of parameters, at "
+        "most half of the cores.",
         metavar="N|auto",
     ),
 ]
@@ -139,18 +162,21 @@ InitFrom = Annotated[
     str | None,
     typer.Option(
         "--init-from",
-        help="Start with the parameters in this file (safetensors or state_dict), or with those of another job.",
+        help="Start with the parameters in this file (safetensors or state_dict), or with those of "
+        "another job.",
         metavar="FILE|URL|JOB[@STEP]",
     ),
 ]
 InitPartial = Annotated[
-    bool | None, typer.Option("--init-partial", help="Leave out what does not fit the model.", show_default=False)
+    bool | None,
+    typer.Option("--init-partial", help="Leave out what does not fit the model.", show_default=False),
 ]
 Trackers = Annotated[
     list[str] | None,
     typer.Option(
         "--tracker",
-        help="Metrics also go there: csv, tensorboard, mlflow, wandb (mlflow?experiment=NAME&run=NAME&uri=URL), or pkg.mod:Name. May be repeated.",
+        help="Metrics also go there: csv, tensorboard, mlflow, wandb "
+        "(mlflow?experiment=NAME&run=NAME&uri=URL), or pkg.mod:Name. May be repeated.",
         metavar="TRACKER",
     ),
 ]
@@ -166,7 +192,9 @@ Epochs = Annotated[int | None, typer.Option(help="Passes over the dataset.", met
 GlobalBatchSize = Annotated[
     int | None, typer.Option(help="Records of one step; in sync mode over all lanes.", metavar="N")
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of the order of records and of all random numbers.", metavar="N")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of the order of records and of all random numbers.", metavar="N")
+]
 PushEvery = Annotated[int | None, typer.Option(help="Async: minibatches per push.", metavar="N")]
 PullEvery = Annotated[int | None, typer.Option(help="Async: minibatches per pull.", metavar="N")]
 StalenessRate = Annotated[
@@ -180,7 +208,8 @@ StalenessRate = Annotated[
 MaxStaleness = Annotated[
     int | None,
     typer.Option(
-        help="Async: wait before a minibatch while a trainer computes with parameters more than N versions older.",
+        help="Async: wait before a minibatch while a trainer computes with parameters more than N "
+        "versions older.",
         metavar="N",
     ),
 ]

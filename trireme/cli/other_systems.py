@@ -1,5 +1,5 @@
-"""`trireme run` takes names that other systems' command lines have (ElasticDL, PaddlePaddle) where they mean the same. docs/migration.md has
-them all.
+"""`trireme run` takes names that other systems' command lines have (ElasticDL, PaddlePaddle) where they mean
+the same. docs/migration.md has them all.
 
 --num_workers 4     means the same  -> --trainers 4, and a line on stderr that names it
 --grads_to_wait 2   does not        -> an error that says what to use
@@ -20,22 +20,29 @@ ELASTICDL, LAUNCH, PADDLE_TRAIN = "ElasticDL", "paddle.distributed.launch", "pad
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 _OFF = tuple(f"checkpoint_every_{unit}=off" for unit in ("steps", "epochs", "seconds"))
 _SCRIPT = "the script defines it, and is the argument of trireme run"
-_PODS = "there are no pods: trireme run starts processes on this machine, trireme up and trireme submit on several"
+_PODS = (
+    "there are no pods: trireme run starts processes on this machine, trireme up and trireme submit on "
+    "several"
+)
 _RESTARTS = (
-    "use --restart-policy and --restart-delay-s; a task that fails is tried again as --set max_task_failures says"
+    "use --restart-policy and --restart-delay-s; a task that fails is tried again as --set "
+    "max_task_failures says"
 )
 _HOSTS = (
-    "trireme run is one machine, and members find each other by etcd; for several use trireme up and trireme submit"
+    "trireme run is one machine, and members find each other by etcd; for several use trireme up and "
+    "trireme submit"
 )
 _LOGS = "logs are in .trireme/<job>/logs, and trireme logs shows them"
 _OF_ELASTICDL = {
-    "--minibatch_size": "it is of one worker; --global-batch-size is of a whole step, minibatch times lanes (default 8), and in asynchronous jobs of one minibatch",
+    "--minibatch_size": "it is of one worker; --global-batch-size is of a whole step, minibatch times lanes "
+    "(default 8), and in asynchronous jobs of one minibatch",
     "--num_minibatches_per_task": "use --set records_per_task=N with N = minibatches times records of one",
     "--training_data": "dataset() in the script says where the records are",
     "--validation_data": "evaluation_dataset() in the script says where the records are",
     "--prediction_data": "there is no prediction job: export the model and use it in plain PyTorch",
     "--prediction_outputs_processor": "there is no prediction job: export the model and use it in plain PyTorch",
-    "--grads_to_wait": "in a synchronous job every step waits for all lanes (--lanes); in an asynchronous one each trainer pushes the mean of --push-every minibatches",
+    "--grads_to_wait": "in a synchronous job every step waits for all lanes (--lanes); in an asynchronous "
+    "one each trainer pushes the mean of --push-every minibatches",
     "--sync_version_tolerance": "all gradients of a synchronous step are of one version: leave it out",
     "--checkpoint_dir": "use --storage, below which checkpoints and exports of each job have a folder",
     "--checkpoint_dir_for_init": "use --init-from FILE|JOB[@STEP]",
@@ -47,7 +54,8 @@ _OF_ELASTICDL = {
     "--feed": "collate(records) in the script makes minibatches",
     "--loss": "loss(model, batch) in the script has this name",
     "--optimizer": "optimizer(model) in the script has this name",
-    "--callbacks": "scheduler(optimizer), evaluate and metrics in the script, --set stop_early, keep_best and --tracker do what callbacks did",
+    "--callbacks": "scheduler(optimizer), evaluate and metrics in the script, --set stop_early, keep_best "
+    "and --tracker do what callbacks did",
     "--eval_metrics_fn": "metrics(sums) in the script has this name",
     "--custom_data_reader": "dataset() in the script returns a reader",
     "--data_reader_params": "dataset() in the script has them as arguments",
@@ -100,7 +108,8 @@ _OF_LAUNCH = {
     "--gpus": "use --device cuda; CUDA_VISIBLE_DEVICES chooses GPUs",
     "--max_restart": _RESTARTS,
     "--elastic_level": "jobs always are elastic: leave it out; --restart-policy says who is started again",
-    "--elastic_timeout": "the job begins with --min-members trainers; --set join_window_s says how long others are waited for then",
+    "--elastic_timeout": "the job begins with --min-members trainers; --set join_window_s says how long "
+    "others are waited for then",
     "--log_dir": _LOGS,
     "--heter_workers": "there are no trainers of two kinds",
     "--heter_worker_num": "there are no trainers of two kinds",
@@ -134,7 +143,8 @@ _OF_LAUNCH = {
 }
 _OF_PADDLE_TRAIN = {
     "--config": _SCRIPT,
-    "--trainer_count": "it is threads of one trainer: use --set threads_per_trainer=N; the number of trainers is --trainers",
+    "--trainer_count": "it is threads of one trainer: use --set threads_per_trainer=N; the number of "
+    "trainers is --trainers",
     "--save_dir": "use --storage, below which checkpoints and exports of each job have a folder",
     "--init_model_path": "use --init-from FILE|JOB[@STEP]",
     "--start_pass": "the same command resumes a job where it was: leave it out",
@@ -142,7 +152,9 @@ _OF_PADDLE_TRAIN = {
     "--local": "one process without a cluster is `python SCRIPT`, without trireme run",
     "--log_period": "the loss of each step is stored: trireme metrics",
     "--test_period": "use --set evaluate_every=N, in steps",
-    **dict.fromkeys(["--ports_num", "--ports_num_for_sparse", "--trainer_id", "--nics", "--start_pserver"], _HOSTS),
+    **dict.fromkeys(
+        ["--ports_num", "--ports_num_for_sparse", "--trainer_id", "--nics", "--start_pserver"], _HOSTS
+    ),
 }
 
 
@@ -151,7 +163,8 @@ class OtherNameError(Exception):
 
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments with our names, and a line about each name that was another system's. Raises OtherNameError."""
+    """The arguments with our names, and a line about each name that was another system's. Raises
+    OtherNameError."""
     given = list(arguments)
     notes: list[str] = []
     found: list[str] = []
@@ -193,7 +206,9 @@ def _next_value(name: str, accepted: Accepted, given: list[str]) -> str:
 
 def _check_once(name: str, ours: Sequence[str], arguments: Sequence[str]) -> None:
     """Raises OtherNameError: our name is there as well, as a flag or in --set."""
-    setting = ours[1].partition("=")[0] if ours[0] == "--set" else ours[0].removeprefix("--").replace("-", "_")
+    setting = (
+        ours[1].partition("=")[0] if ours[0] == "--set" else ours[0].removeprefix("--").replace("-", "_")
+    )
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, equals, attached = argument.partition("=")
         assigned = (attached if equals else following).partition("=")[0].strip()
@@ -225,7 +240,8 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """`ours(value)`: the same as arguments of `trireme run`. `alone`: what the name means without a value; "": it needs one."""
+    """`ours(value)`: the same as arguments of `trireme run`. `alone`: what the name means without a value;
+    "": it needs one."""
 
     system: str
     ours: Callable[[str], list[str]]
@@ -287,9 +303,13 @@ ACCEPTED: dict[str, Accepted] = {
     "--evaluation_steps": Accepted(ELASTICDL, _set("evaluate_every")),
     "--checkpoint_steps": Accepted(ELASTICDL, _checkpoint_steps),
     "--keep_checkpoint_max": Accepted(ELASTICDL, _keep_checkpoints),
-    "--use_async": Accepted(ELASTICDL, lambda value: ["--mode", "async" if _truth(value) else "sync"], alone="true"),
+    "--use_async": Accepted(
+        ELASTICDL, lambda value: ["--mode", "async" if _truth(value) else "sync"], alone="true"
+    ),
     "--lr_staleness_modulation": Accepted(
-        ELASTICDL, lambda value: ["--set", f"lr_staleness_modulation={str(_truth(value)).lower()}"], alone="true"
+        ELASTICDL,
+        lambda value: ["--set", f"lr_staleness_modulation={str(_truth(value)).lower()}"],
+        alone="true",
     ),
     "--distribution_strategy": Accepted(
         ELASTICDL,

@@ -1,7 +1,7 @@
 """`trireme status | tasks | members | list`: questions about jobs, answered as a table or as one JSON object.
 
-A running job answers itself; a job that ended is answered for by the files of its run. The list is made from files alone, so it has runs
-that hang, too.
+A running job answers itself; a job that ended is answered for by the files of its run. The list is made from
+files alone, so it has runs that hang, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from trireme.launch import resume, run_folder
 from trireme.pool import cluster_folder
 from trireme.view.job_address import AnyClient, open_job
 from trireme.view.progress import members_text, progress_of
-from trireme.view.report import evaluation_line, failure_lines, loss_rows, number, summary_text, without_tokens
+from trireme.view.report import (
+    evaluation_line,
+    failure_lines,
+    loss_rows,
+    number,
+    summary_text,
+    without_tokens,
+)
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import Phase, UserFailure
@@ -38,7 +45,9 @@ Show = Callable[..., Awaitable[dict[str, Any]]]
 METRICS, REASON_CHARACTERS = 3, 80  # of a run that has ended, in the list
 
 
-def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool, **query: Any) -> int:
+def ask(
+    show: Show, job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool, **query: Any
+) -> int:
     """Run one query; returns the exit code."""
     telemetry.configure(level="ERROR", json=False)
     console = None if as_json else stdout_console()
@@ -68,7 +77,8 @@ async def _ask(show: Show, target: Target, console: Console | None, query: dict[
 
 
 def _local_folder(job: str | None, data_dir: Path | None, url: str | None) -> Path | None:
-    """The folder of the local run that is meant; says which job it is if there are several. Raises NotFound."""
+    """The folder of the local run that is meant; says which job it is if there are several. Raises
+    NotFound."""
     folder = local_run(job, data_dir, url)
     if folder is None:
         return None
@@ -83,12 +93,15 @@ async def show_status(client: AnyClient, name: str, console: Console | None) -> 
     job = view.model_dump(mode="json")
     if console:
         progress = progress_of(view, restarts=0)
-        console.print(f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}")
+        console.print(
+            f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}"
+        )
         console.print(progress.training())
         members = job["members"]
         console.print(
             f"{members_text(*(members[name] for name in COUNTS))}  generation {job['generation']}  "
-            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
+            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} "
+            f"{without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
         )
         if line := evaluation_line(job.get("evaluation"), job["spec"]["mode"]):
             console.print(line)
@@ -102,14 +115,18 @@ async def show_status(client: AnyClient, name: str, console: Console | None) -> 
     return job
 
 
-async def show_tasks(client: AnyClient, job: str, console: Console | None, state: str | None = None) -> dict[str, Any]:
+async def show_tasks(
+    client: AnyClient, job: str, console: Console | None, state: str | None = None
+) -> dict[str, Any]:
     summary = (await client.get_task_summary(job)).model_dump(mode="json")
     wanted = cast("TaskState | None", state.upper() if state else None)  # the master checks it
     tasks = [task.model_dump(mode="json") async for task in client.list_tasks(job, state=wanted)]
     if console:
         counts = "  ".join(f"{name} {summary[name]:,}" for name in ("todo", "pending", "done", "discarded"))
         steps = f"  ({summary['steps_per_epoch']:,} steps an epoch)" if summary["steps_per_epoch"] else ""
-        console.print(f"epoch {min(summary['epoch'] + 1, summary['epochs'])}/{summary['epochs']}  {counts}{steps}")
+        console.print(
+            f"epoch {min(summary['epoch'] + 1, summary['epochs'])}/{summary['epochs']}  {counts}{steps}"
+        )
         columns = ("task_id", "state", "attempt", "trainer", "file", "first", "count", "cause")
         print_table(console, columns, tasks)
     return {"summary": summary, "tasks": tasks}
@@ -118,7 +135,9 @@ async def show_tasks(client: AnyClient, job: str, console: Console | None, state
 async def show_members(client: AnyClient, job: str, console: Console | None) -> dict[str, Any]:
     members = [member.model_dump(mode="json") async for member in client.list_members(job)]
     if console:
-        more = ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
+        more = (
+            ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
+        )
         print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", *more, "tasks"), members)
     return {"members": members}
 
@@ -135,7 +154,13 @@ def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
     if console:
         print("\n".join([told.summary, *told.details, *(f"hint: {hint}" for hint in told.hints)]))  # noqa: T201
     hints = list(told.hints)
-    return {"job": folder.name, "phase": STOPPED, "reason": told.summary, "details": list(told.details), "hints": hints}
+    return {
+        "job": folder.name,
+        "phase": STOPPED,
+        "reason": told.summary,
+        "details": list(told.details),
+        "hints": hints,
+    }
 
 
 def _ended_tasks(result: dict[str, Any], console: Console | None, state: str | None = None) -> dict[str, Any]:
@@ -189,12 +214,15 @@ def list_runs(data_dir: Path | None, *, as_json: bool) -> int:
     elif runs:
         print_table(stdout_console(), ("job", "state", "started", "ended", "result", "folder"), runs)
     else:
-        print(f"{place} holds no run; start one with `trireme run SCRIPT`, or give --data-dir", file=sys.stderr)  # noqa: T201
+        print(
+            f"{place} holds no run; start one with `trireme run SCRIPT`, or give --data-dir", file=sys.stderr
+        )  # noqa: T201
     return exit_codes.OK
 
 
 def found_runs(place: Path) -> list[dict[str, Any]]:
-    """`started`: the last time that the job was started or resumed. `seconds`: of all its runs that resumed each other."""
+    """`started`: the last time that the job was started or resumed. `seconds`: of all its runs that resumed
+    each other."""
     begun = [(lock.stat().st_mtime, lock.parent) for lock in place.glob("*/lock") if is_of_run(lock.parent)]
     return [run_in(folder, since) for since, folder in sorted(begun, reverse=True)]
 

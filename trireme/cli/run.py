@@ -1,4 +1,5 @@
-"""`trireme run`: settings -> inspection of the script -> state of an earlier run -> local cluster -> summary and exit code."""
+"""`trireme run`: settings -> inspection of the script -> state of an earlier run -> local cluster -> summary
+and exit code."""
 
 from __future__ import annotations
 
@@ -65,8 +66,9 @@ REPORT_AFTER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The command line; flags that were not given are None. `spelling`: of flags, in messages about them. `again`: what resumes this run
-    ("": the same command). `open_display`: what shows it, once everything was checked."""
+    """The command line; flags that were not given are None. `spelling`: of flags, in messages about them.
+    `again`: what resumes this run ("": the same command). `open_display`: what shows it, once everything was
+    checked."""
 
     script: Path
     flags: Mapping[str, Any]
@@ -96,14 +98,18 @@ def run_command(request: RunRequest) -> int:
 
 
 async def run_job(request: RunRequest) -> int:
-    """The exit code of a job that has ended. Raises ScriptError, TriremeError; CancelledError if it was interrupted."""
+    """The exit code of a job that has ended. Raises ScriptError, TriremeError; CancelledError if it was
+    interrupted."""
     interrupt = InterruptHandler()
     with interrupt, ForkServer() as forks:
         outer = outside_script(request.flags, request.assignments, request.spelling)
         check_fields(
             {name: setting for name, setting in outer.items() if not name.startswith("init_")}
         )  # first: importing torch takes seconds, and a wrong flag should be told at once
-        common, spares = common_settings(outer, insecure=request.insecure), number_in(outer, "spare_pservers", 16)
+        common, spares = (
+            common_settings(outer, insecure=request.insecure),
+            number_in(outer, "spare_pservers", 16),
+        )
         if not request.dry_run:
             if common.port:
                 run_folder.check_port(common.host, common.port)
@@ -131,25 +137,45 @@ async def run_job(request: RunRequest) -> int:
             evaluation_dataset=inspection.evaluation_dataset,
             storage=storage_of(base, job, (data_dir / job).absolute()),
         )
-        own_code = [*inspection.readers, *(each.kind.partition(":")[0] for each in spec.trackers if each.is_own)]
+        own_code = [
+            *inspection.readers,
+            *(each.kind.partition(":")[0] for each in spec.trackers if each.is_own),
+        ]
         spec = spec.with_fields(sources=await asyncio.to_thread(digests_of, request.script, own_code))
         await check_trackers(spec)
         if spec.named_tasks:
             name = "pre_tasks" if spec.pre_tasks else "post_tasks"
-            msg = f"{settings[name].origin}: pre- and post-tasks run on members of a cluster, and trireme run has none"
-            raise UsageError(msg, hint="start a cluster with `trireme up` and give it the job with `trireme submit`")
+            msg = (
+                f"{settings[name].origin}: pre- and post-tasks run on members of a cluster, and "
+                "trireme run has none"
+            )
+            raise UsageError(
+                msg, hint="start a cluster with `trireme up` and give it the job with `trireme submit`"
+            )
         if spec.min_members > spec.trainers:
-            msg = f"min_members is {spec.min_members} and trainers is {spec.trainers}: the job would never begin; use at most {spec.trainers}"
+            msg = (
+                f"min_members is {spec.min_members} and trainers is {spec.trainers}: the job would "
+                f"never begin; use at most {spec.trainers}"
+            )
             raise UsageError(msg)
         if spec.strategy is Strategy.COLLECTIVE and spares:
-            msg = f"{outer['spare_pservers'].origin}: jobs with strategy collective have no parameter servers; leave it out"
+            msg = (
+                f"{outer['spare_pservers'].origin}: jobs with strategy collective have no parameter "
+                "servers; leave it out"
+            )
             raise UsageError(msg)
         if inspection.nccl is False:
-            msg = f"{settings['backend'].origin} is nccl, but this host, where the trainers run, has no GPU, or its torch has no NCCL"
+            msg = (
+                f"{settings['backend'].origin} is nccl, but this host, where the trainers run, has no "
+                "GPU, or its torch has no NCCL"
+            )
             raise UsageError(msg, hint="use backend gloo, or auto")
         if spec.dispatch is Dispatch.ETCD and (common.port or common.standbys):
             named = "port" if common.port else "standbys"
-            msg = f"{outer[named].origin} is a setting of masters, and with dispatch etcd there is no master; leave it out"
+            msg = (
+                f"{outer[named].origin} is a setting of masters, and with dispatch etcd there is no "
+                "master; leave it out"
+            )
             raise UsageError(msg)
         if request.dry_run:
             print(spec.model_dump_json(indent=2))  # noqa: T201
@@ -160,7 +186,9 @@ async def run_job(request: RunRequest) -> int:
             resumed = spec.with_fields(storage=last)
             if counted and previous.spec and previous.spec.pservers:
                 resumed = resumed.with_fields(pservers=previous.spec.pservers)
-            plan = resume.decide(previous, resumed, script, folder, fresh=request.fresh, model=inspection.model)
+            plan = resume.decide(
+                previous, resumed, script, folder, fresh=request.fresh, model=inspection.model
+            )
             if plan.sentence:
                 print(plan.sentence, file=sys.stderr)  # noqa: T201
             if plan.start is resume.Start.DONE and previous.result is not None:
@@ -187,14 +215,19 @@ def _host_in(settings: Mapping[str, Setting], *, insecure: bool) -> str:
     """Where members listen. Raises UsageError if others reach it and no token shall protect it."""
     host = str(settings["host"].value) if "host" in settings else HOST
     if insecure and not is_loopback(host):
-        msg = f"{settings['host'].origin} = {host} lets other hosts reach all members, and --insecure protects nothing"
-        raise UsageError(msg, hint="leave --insecure out: members and commands then use tokens that are made for them")
+        msg = (
+            f"{settings['host'].origin} = {host} lets other hosts reach all members, and --insecure "
+            "protects nothing"
+        )
+        raise UsageError(
+            msg, hint="leave --insecure out: members and commands then use tokens that are made for them"
+        )
     return host
 
 
 def tokens_of(folder: Path, *, insecure: bool) -> TokenFolder | None:
-    """Of a run or a cluster, made if there are none; TRIREME_TOKEN is one of an admin. None: `insecure`. Raises InvalidArgument, also
-    if the files for TLS cannot be used."""
+    """Of a run or a cluster, made if there are none; TRIREME_TOKEN is one of an admin. None: `insecure`.
+    Raises InvalidArgument, also if the files for TLS cannot be used."""
     Tls.from_environment().check()
     if insecure:
         return None
@@ -204,7 +237,8 @@ def tokens_of(folder: Path, *, insecure: bool) -> TokenFolder | None:
 
 
 def common_settings(settings: Mapping[str, Setting], *, insecure: bool) -> ClusterSettings:
-    """What the command line says of the processes of a run or a cluster; tokens are made once its folder is known. Raises UsageError."""
+    """What the command line says of the processes of a run or a cluster; tokens are made once its folder is
+    known. Raises UsageError."""
     return ClusterSettings(
         etcd=existing_etcd.access_of(settings),
         host=_host_in(settings, insecure=insecure),
@@ -224,7 +258,9 @@ def job_named(settings: Mapping[str, Setting], script: Path, *, quietly: bool = 
     return job
 
 
-def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None, access: EtcdAccess | None) -> None:
+def _prepare(
+    folder: Path, start: resume.Start, script: str, model: Facts | None, access: EtcdAccess | None
+) -> None:
     """Raises UsageError if files in the folder cannot be moved or written."""
     try:
         with told_if_full(folder):
@@ -254,7 +290,11 @@ def number_in(settings: Mapping[str, Setting], name: str, highest: int) -> int:
 
 
 async def _train(
-    make: Callable[..., LocalCluster], spec: JobSpec, folder: Path, interrupt: InterruptHandler, request: RunRequest
+    make: Callable[..., LocalCluster],
+    spec: JobSpec,
+    folder: Path,
+    interrupt: InterruptHandler,
+    request: RunRequest,
 ) -> int:
     """`make(on_event=...)` makes the cluster."""
     screen = request.open_display(spec, folder)
@@ -293,15 +333,21 @@ async def _train(
     return exit_codes.OK if state.phase is Phase.COMPLETED else exit_codes.JOB_FAILED
 
 
-async def _run_to_the_end(cluster: LocalCluster, reporter: ProgressReporter, folder: Path, screen: Display) -> JobState:
-    who = f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
+async def _run_to_the_end(
+    cluster: LocalCluster, reporter: ProgressReporter, folder: Path, screen: Display
+) -> JobState:
+    who = (
+        f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
+    )
     cluster.run_beside(cluster.publish(partial(_publish, cluster)))
     if cluster.settings.etcd is not None:
         who += f", existing etcd at {cluster.etcd_access}"
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
     if not cluster.masterless:
         token = folder / "tokens" / "admin"
-        screen.event(f"in a browser: {cluster.url}" + (f", with the token in {token}" if token.exists() else ""))
+        screen.event(
+            f"in a browser: {cluster.url}" + (f", with the token in {token}" if token.exists() else "")
+        )
     cluster.run_beside(
         reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s)
     )
@@ -331,7 +377,8 @@ def storage_of(base: str | None, job: str, folder: Path, last: str = "") -> str:
 
 
 async def check_storage(url: str, report: Callable[[str], None]) -> None:
-    """Try a write and a read there, and delete unfinished files of a killed run: no other run uses this place.
+    """Try a write and a read there, and delete unfinished files of a killed run: no other run uses this
+    place.
 
     Raises UsageError, Unauthorized, PeerError (not reachable); the message says what to do.
     """

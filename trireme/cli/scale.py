@@ -1,4 +1,5 @@
-"""`trireme scale`: other numbers of trainers and parameter servers for a running job. Progress goes to stderr."""
+"""`trireme scale`: other numbers of trainers and parameter servers for a running job. Progress goes to
+stderr."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def scale(
     async def run() -> ResizePrediction | ResizeView:
         if dry_run:
             return await call_any_master(connect, lambda client, name: client.predict_resize(name, **asked))
-        begun = await call_any_master(connect, lambda client, name: client.create_resize(name, key=key, **asked))
+        begun = await call_any_master(
+            connect, lambda client, name: client.create_resize(name, key=key, **asked)
+        )
         return await _ended(connect, begun, wait_s) if wait_s else begun
 
     try:
@@ -54,13 +57,18 @@ def scale(
     if as_json:
         print(json.dumps(found.model_dump(mode="json")))  # noqa: T201
     else:
-        text = f"{found.phase}  {found.reason}  {found.resize_id}" if isinstance(found, ResizeView) else _told(found)
+        text = (
+            f"{found.phase}  {found.reason}  {found.resize_id}"
+            if isinstance(found, ResizeView)
+            else _told(found)
+        )
         Console(soft_wrap=True).print(text, highlight=False)
     return exit_codes.OK
 
 
 async def _ended(connect: Connect, resize: ResizeView, wait_s: float) -> ResizeView:
-    """The resize once it is committed. Raises its error if it ended otherwise, DeadlineExceeded after `wait_s`."""
+    """The resize once it is committed. Raises its error if it ended otherwise, DeadlineExceeded after
+    `wait_s`."""
     deadline, said, resize_id = clock.monotonic() + wait_s, "", resize.resize_id
     while resize.state is OperationState.RUNNING:
         line = f"{resize.phase}: {resize.reason}"
@@ -78,7 +86,9 @@ async def _ended(connect: Connect, resize: ResizeView, wait_s: float) -> ResizeV
         resize = await call_any_master(connect, partial(_look, resize_id, poll_s))
     if resize.state is OperationState.FAILED:
         details = resize.model_dump(mode="json")
-        raise from_map({"code": resize.error_code, "message": f"{resize.phase}: {resize.reason}", "details": details})
+        raise from_map(
+            {"code": resize.error_code, "message": f"{resize.phase}: {resize.reason}", "details": details}
+        )
     return resize
 
 

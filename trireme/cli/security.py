@@ -1,5 +1,5 @@
-"""`trireme token ...`: the tokens of a run or a cluster on this machine, or of a table that services elsewhere read; `trireme certs`: a small
-certificate authority for a cluster, and certificates of it."""
+"""`trireme token ...`: the tokens of a run or a cluster on this machine, or of a table that services
+elsewhere read; `trireme certs`: a small certificate authority for a cluster, and certificates of it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ OWN = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The table `file`, else that of the volumes of a cluster of containers (TRIREME_SECRETS), else that of a job's run, else that of
-    the cluster or the run in the data folder that started last."""
+    """The table `file`, else that of the volumes of a cluster of containers (TRIREME_SECRETS), else that of a
+    job's run, else that of the cluster or the run in the data folder that started last."""
 
     file: Path | None = None
     job: str | None = None
@@ -106,7 +106,9 @@ def _done(where: Where, act: Callable[[TokenFile], tuple[dict[str, Any], str]], 
     return exit_codes.OK
 
 
-def make_certificates(folder: Path, name: str, hosts: list[str], days: int, *, renew: bool, as_json: bool) -> int:
+def make_certificates(
+    folder: Path, name: str, hosts: list[str], days: int, *, renew: bool, as_json: bool
+) -> int:
     """Returns the exit code. `renew`: the certificate is there, and its hosts stay."""
     try:
         _make(folder, name, hosts, days, renew=renew, as_json=as_json)
@@ -117,7 +119,9 @@ def make_certificates(folder: Path, name: str, hosts: list[str], days: int, *, r
 
 def _make(folder: Path, name: str, hosts: list[str], days: int, *, renew: bool, as_json: bool) -> None:
     if not re.match(NAME, name) or name == "ca":
-        raise InvalidArgument(f"{name[:80]!r} is no name for a certificate", hint="use letters, digits, . _ and -")
+        raise InvalidArgument(
+            f"{name[:80]!r} is no name for a certificate", hint="use letters, digits, . _ and -"
+        )
     before = hosts_of(folder / f"{name}.pem") if renew else (*OWN, socket.gethostname())
     named = tuple(dict.fromkeys([*before, *hosts]))
     fresh = not (folder / CA).exists()
@@ -128,9 +132,15 @@ def _make(folder: Path, name: str, hosts: list[str], days: int, *, renew: bool, 
     tls.check()
     variables = tls.environment()
     if as_json:
-        print(json.dumps({**variables, "hosts": named, "expire_time": end.isoformat().replace("+00:00", "Z")}))  # noqa: T201
+        print(
+            json.dumps({**variables, "hosts": named, "expire_time": end.isoformat().replace("+00:00", "Z")})
+        )  # noqa: T201
         return
-    made = f"{folder / CA} is a new certificate authority; keep {folder / 'ca-key.pem'} secret\n" if fresh else ""
+    made = (
+        f"{folder / CA} is a new certificate authority; keep {folder / 'ca-key.pem'} secret\n"
+        if fresh
+        else ""
+    )
     sys.stderr.write(f"{made}{tls.cert} is for {', '.join(named)}, until {end.date()}\n\n")
     sys.stderr.write(
         "for every service and command (TRIREME_TLS_MUTUAL=1 beside them: only clients with a certificate):\n"

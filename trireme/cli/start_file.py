@@ -1,8 +1,9 @@
 """`--init-from JOB[@STEP]` as the file that it means.
 
 JOB             export/model.safetensors of that job; if it has not ended, its newest checkpoint
-JOB@STEP        that checkpoint, exported once to the job's export-<uuid>/: checkpoints hold blocks without names
-                rows of embedding tables lie beside it, in tables/; if the job's export lacks one (it is too large), its newest checkpoint is taken
+JOB@STEP        that checkpoint, exported once to the job's export-<uuid>/: checkpoints hold blocks without
+                names rows of embedding tables lie beside it, in tables/; if the job's export lacks one (it is
+                too large), its newest checkpoint is taken
 with --init-optimizer    export-<uuid>/training.pt of that checkpoint, of the newest one for JOB
 """
 
@@ -29,12 +30,15 @@ EXPORT_S = 600.0
 def with_start_file(
     settings: Mapping[str, Setting], data_dir: Path | None, url: str | None = None
 ) -> dict[str, Setting]:
-    """`settings` with the file for the name of a job in `init_from`. Raises NotFound, PeerError, InvalidArgument."""
+    """`settings` with the file for the name of a job in `init_from`. Raises NotFound, PeerError,
+    InvalidArgument."""
     given = settings.get("init_from")
     if given is None or not _names_job(str(given.value)):
         return dict(settings)
     optimizer = settings.get("init_optimizer")
-    file = _file_of(str(given.value), data_dir, url, optimizer=optimizer is not None and bool(optimizer.value))
+    file = _file_of(
+        str(given.value), data_dir, url, optimizer=optimizer is not None and bool(optimizer.value)
+    )
     return {**settings, "init_from": Setting(file, given.origin)}
 
 
@@ -47,7 +51,10 @@ def _file_of(text: str, data_dir: Path | None, url: str | None, *, optimizer: bo
     try:
         spec = spec_of(job, data_dir, url)
     except NotFound as error:
-        hint = f"--init-from takes the name of a job of this folder or cluster, or a file: a path with / or a name with {', '.join(INITIAL_FILES)}"
+        hint = (
+            "--init-from takes the name of a job of this folder or cluster, or a file: a path with / "
+            f"or a name with {', '.join(INITIAL_FILES)}"
+        )
         raise NotFound(error.message, hint=hint) from error
     ended = files.join(spec.storage, "export", "model.safetensors")
     if at or optimizer or not files.exists(ended):
@@ -72,7 +79,9 @@ def _checkpoint(spec: JobSpec, which: str | None) -> tuple[CheckpointRef, set[st
     return ref, {table.name for table in stored.read_manifest(spec.storage, spec.job, ref).layout.tables}
 
 
-def _export(job: str, uuid: str, folder: str, data_dir: Path | None, url: str | None, *, optimizer: bool) -> None:
+def _export(
+    job: str, uuid: str, folder: str, data_dir: Path | None, url: str | None, *, optimizer: bool
+) -> None:
     """In a process of its own: it imports that job's script."""
     command = [sys.executable, "-m", "trireme", "export", uuid, "--job", job, "--out", folder]
     command += ["--optimizer"] if optimizer else []
@@ -81,7 +90,9 @@ def _export(job: str, uuid: str, folder: str, data_dir: Path | None, url: str | 
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)  # noqa: S603
     except subprocess.TimeoutExpired as error:
-        raise InvalidArgument(f"exporting checkpoint {uuid} of job {job} took more than {EXPORT_S:g} s") from error
+        raise InvalidArgument(
+            f"exporting checkpoint {uuid} of job {job} took more than {EXPORT_S:g} s"
+        ) from error
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise InvalidArgument(f"checkpoint {uuid} of job {job} cannot be exported: {said}")

@@ -1,6 +1,8 @@
-"""Which job or cluster a command means, and the token for it: --url or TRIREME_URL, else what runs in the data folder.
+"""Which job or cluster a command means, and the token for it: --url or TRIREME_URL, else what runs in the
+data folder.
 
-a cluster (`trireme up`) or a run (`trireme run`): the job that is named and runs, else whichever of them started last
+a cluster (`trireme up`) or a run (`trireme run`): the job that is named and runs, else whichever of them
+started last
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ def job_target(job: str | None, data_dir: Path | None, url: str | None) -> Targe
 
 
 def target_in_cluster(job: str | None, data_dir: Path | None) -> Target | None:
-    """A job of the cluster that runs in the data folder; None: none does, or a run beside it is meant. Raises InvalidArgument."""
+    """A job of the cluster that runs in the data folder; None: none does, or a run beside it is meant. Raises
+    InvalidArgument."""
     cluster = cluster_folder.find(data_dir)
     if cluster is None or not is_of_cluster(job, data_dir):
         return None
-    return Target(address_of(cluster.url, checked_name(job) if job else None), given_token() or cluster.token, True)
+    return Target(
+        address_of(cluster.url, checked_name(job) if job else None), given_token() or cluster.token, True
+    )
 
 
 def cluster_of(job: str | None, data_dir: Path | None, url: str | None) -> Target | None:
-    """The job of a cluster that is meant, or the only job of a master that is named; None: a run in the data folder. Raises
-    InvalidArgument."""
+    """The job of a cluster that is meant, or the only job of a master that is named; None: a run in the data
+    folder. Raises InvalidArgument."""
     if given := url or os.environ.get("TRIREME_URL"):
         return Target(address_of(given, checked_name(job) if job else None), given_token())
     return target_in_cluster(job, data_dir)
@@ -71,7 +76,9 @@ def local_run(job: str | None, data_dir: Path | None, url: str | None) -> Path |
 def checked_name(job: str) -> str:
     """Raises InvalidArgument: no job can have this name."""
     if not re.match(JOB_NAME, job):
-        hint = "a job's name has lower-case letters, digits and hyphens; `trireme jobs` lists those of a cluster"
+        hint = (
+            "a job's name has lower-case letters, digits and hyphens; `trireme jobs` lists those of a cluster"
+        )
         raise InvalidArgument(f"{job[:80]!r} is no name of a job", hint=hint)
     return job
 
@@ -100,6 +107,7 @@ def _run_target(job: str | None, data_dir: Path | None) -> Target:
     if not run_folder.is_running(folder):
         msg = f"job {facts['job']} does not run now, and it is unfinished"
         raise PeerError(
-            msg, hint="the command that started it resumes it; `trireme checkpoint list` and `trireme export` work"
+            msg,
+            hint="the command that started it resumes it; `trireme checkpoint list` and `trireme export` work",
         )
     return Target(str(facts["url"]), token_of_run(folder))

@@ -1,4 +1,5 @@
-"""The REST API as a Python client, for notebooks and programs: typed results, typed errors, lists that page by themselves.
+"""The REST API as a Python client, for notebooks and programs: typed results, typed errors, lists that page
+by themselves.
 
 from trireme.client import Client
 

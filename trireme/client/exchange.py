@@ -1,5 +1,5 @@
-"""What both clients share: a call of the REST API, what its answer means, whether it is sent again, and how long a client waits for a
-job or an operation. Nothing here sends or sleeps.
+"""What both clients share: a call of the REST API, what its answer means, whether it is sent again, and how
+long a client waits for a job or an operation. Nothing here sends or sleeps.
 
 Call --send--> answer --read--> record
           `--> TriremeError --Attempts.failed--> a pause, then send again | raise it
@@ -46,7 +46,9 @@ LONG_POLL_S = 10.0
 POLL_S = 0.5
 PAGE = 500
 AGENT = "trireme-client"
-FINAL = frozenset({*(phase.value for phase in Phase if phase.final), *(each.value for each in Standing if each.final)})
+FINAL = frozenset(
+    {*(phase.value for phase in Phase if phase.final), *(each.value for each in Standing if each.final)}
+)
 
 R = TypeVar("R", bound=BaseModel)
 P = TypeVar("P", bound=BaseModel)
@@ -56,8 +58,9 @@ Ended = TypeVar("Ended", Operation, ResizeView)
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[R]):
-    """`answer`: the record that the answer's body is. `key`: every POST has one, so a repeated one has no second effect. `wait_s`: the
-    master may take that much longer to answer. `if_match`: a version, as in records, or an ETag."""
+    """`answer`: the record that the answer's body is. `key`: every POST has one, so a repeated one has no
+    second effect. `wait_s`: the master may take that much longer to answer. `if_match`: a version, as in
+    records, or an ETag."""
 
     method: str
     path: str
@@ -94,7 +97,10 @@ class Call(Generic[R]):
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the body"
-            msg = f"{response.url} answered {response.status_code} with no {self.answer.__name__}: {where}: {first['msg']}"
+            msg = (
+                f"{response.url} answered {response.status_code} with no {self.answer.__name__}: "
+                f"{where}: {first['msg']}"
+            )
             hint = "is it a Trireme master, of a version like this client's? getVersion tells its own"
             raise BadFrame(msg, hint=hint) from error
 
@@ -117,7 +123,8 @@ def get(path: str, answer: type[R], **query: Any) -> Call[R]:
 
 
 def path_of(*names: str) -> str:
-    """`/v1/names[0]/...`, each quoted: no name can become another path. Raises InvalidArgument for an empty one."""
+    """`/v1/names[0]/...`, each quoted: no name can become another path. Raises InvalidArgument for an empty
+    one."""
     if not all(names):
         raise InvalidArgument(f"a name in /{'/'.join(('v1', *names))} is empty")
     if dots := [name for name in names if name in (".", "..")]:
@@ -138,13 +145,16 @@ def body_of(kind: type[R], **values: Any) -> R:
         return kind(**values)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        told = "; ".join(f"{'.'.join(map(str, each['loc']))} = {each['input']!r}: {each['msg']}" for each in problems)
+        told = "; ".join(
+            f"{'.'.join(map(str, each['loc']))} = {each['input']!r}: {each['msg']}" for each in problems
+        )
         raise InvalidArgument(told) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Listing(Generic[P, T]):
-    """A list in pages. `split`: the items of a page, and the token of the next one (empty: it was the last)."""
+    """A list in pages. `split`: the items of a page, and the token of the next one (empty: it was the
+    last)."""
 
     path: str
     page: type[P]
@@ -152,7 +162,9 @@ class Listing(Generic[P, T]):
     query: Mapping[str, Any] = field(default_factory=dict)
 
     def call(self, page_token: str) -> Call[P]:
-        return Call("GET", self.path, self.page, {"page_size": PAGE, **self.query, "page_token": page_token or None})
+        return Call(
+            "GET", self.path, self.page, {"page_size": PAGE, **self.query, "page_token": page_token or None}
+        )
 
 
 class Masters:
@@ -165,7 +177,10 @@ class Masters:
                 msg = f"{without_user(url)} is a masterless job: no master can answer this"
                 raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
             if not url.startswith(("http://", "https://")) or "/v1/" in f"{httpx.URL(url).path}/":
-                msg = f"{url!r} is no address of a master; write http://HOST:PORT, with the path of a proxy before /v1 if there is one"
+                msg = (
+                    f"{url!r} is no address of a master; write http://HOST:PORT, with the path of a "
+                    "proxy before /v1 if there is one"
+                )
                 raise InvalidArgument(msg)
         self._given = tuple(given)
         self.url = self._given[0]
@@ -182,8 +197,8 @@ class Masters:
 
 
 class Attempts(Generic[R]):
-    """One call until it is answered, for at most `timeout_s` (and the time that the master may wait). `wait_for_leader`: as in
-    AsyncClient."""
+    """One call until it is answered, for at most `timeout_s` (and the time that the master may wait).
+    `wait_for_leader`: as in AsyncClient."""
 
     def __init__(
         self, masters: Masters, call: Call[R], timeout_s: float, now: float, *, wait_for_leader: bool = True
@@ -201,7 +216,9 @@ class Attempts(Generic[R]):
         if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
             return DeadlineExceeded(f"{what} gave no answer in time ({type(error).__name__})")
         msg = f"{self._url} cannot be reached: {error}"
-        return PeerError(msg, hint="is the job running? `trireme run` and `trireme up` print the master's address")
+        return PeerError(
+            msg, hint="is the job running? `trireme run` and `trireme up` print the master's address"
+        )
 
     def failed(self, error: TriremeError, now: float) -> float:
         """How long to wait before the next attempt, in seconds. Raises `error` if there is none."""
@@ -215,8 +232,8 @@ class Attempts(Generic[R]):
 
 
 def error_of(response: httpx.Response) -> TriremeError:
-    """The error that an answer is. `details` also has the answer's `request_id` (of the master's log), `errors` (each value that is
-    wrong), a `code` that this version does not know, and `retry_after_s`."""
+    """The error that an answer is. `details` also has the answer's `request_id` (of the master's log),
+    `errors` (each value that is wrong), a `code` that this version does not know, and `retry_after_s`."""
     try:
         problem = response.json()
     except ValueError:
@@ -236,7 +253,8 @@ def error_of(response: httpx.Response) -> TriremeError:
 
 
 def given_token() -> str:
-    """TRIREME_TOKEN, else the content of the file TRIREME_TOKEN_FILE, else "". Raises InvalidArgument if that cannot be read."""
+    """TRIREME_TOKEN, else the content of the file TRIREME_TOKEN_FILE, else "". Raises InvalidArgument if that
+    cannot be read."""
     path = os.environ.get("TRIREME_TOKEN_FILE", "")
     if (token := os.environ.get("TRIREME_TOKEN", "")) or not path:
         return token
@@ -248,7 +266,8 @@ def given_token() -> str:
 
 
 def has_ended(job: JobView) -> bool:
-    """COMPLETED, FAILED or CANCELLED. In a cluster its standing says so: its phase may be that of its last term."""
+    """COMPLETED, FAILED or CANCELLED. In a cluster its standing says so: its phase may be that of its last
+    term."""
     return (job.standing or job.phase) in FINAL
 
 
@@ -256,15 +275,20 @@ def result_of(ended: Ended) -> Ended:
     """Raises the error that it FAILED with."""
     if ended.state is OperationState.FAILED:
         raise from_map(
-            {"code": ended.error_code, "message": ended.reason, "details": {"ended": ended.model_dump(mode="json")}}
+            {
+                "code": ended.error_code,
+                "message": ended.reason,
+                "details": {"ended": ended.model_dump(mode="json")},
+            }
         )
     return ended
 
 
 @dataclass(frozen=True, slots=True)
 class EventGap:
-    """Events that the log had forgotten before they were asked for. `after`: the last cursor. `resume_after`: where what is kept
-    begins. `lost`: how many are between them; None if `after` is of another log (the job was made anew), so nobody knows."""
+    """Events that the log had forgotten before they were asked for. `after`: the last cursor. `resume_after`:
+    where what is kept begins. `lost`: how many are between them; None if `after` is of another log (the job
+    was made anew), so nobody knows."""
 
     after: int
     resume_after: int

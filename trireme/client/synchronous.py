@@ -1,4 +1,5 @@
-"""AsyncClient without its awaits, for notebooks and scripts. `make clients` derives this file from asynchronous.py: change that."""
+"""AsyncClient without its awaits, for notebooks and scripts. `make clients` derives this file from
+asynchronous.py: change that."""
 
 from __future__ import annotations
 
@@ -89,15 +90,16 @@ T = TypeVar("T")
 
 
 class Client:
-    """Each call raises the TriremeError of the master's answer, PeerError if nobody can be reached, DeadlineExceeded if nobody
-    answers. `with` closes the client. `job` in a call is a job's name, or ONLY_JOB at a master that has only one.
+    """Each call raises the TriremeError of the master's answer, PeerError if nobody can be reached,
+    DeadlineExceeded if nobody answers. `with` closes the client. `job` in a call is a job's name, or ONLY_JOB
+    at a master that has only one.
 
-    `urls`: the address of a master or a cluster's leader, or several addresses separated by commas.
-    `token`: None takes TRIREME_TOKEN, or the content of TRIREME_TOKEN_FILE.
-    `timeout_s`: how many seconds a call may take, with its repetitions.
-    `tls`: the authority that is trusted, and the own certificate; None takes the TRIREME_TLS_* variables.
-    `wait_for_leader`: a call is sent again, with the same Idempotency-Key, while no master leads or none can be reached. False: that
-    error is raised at once, and a call is sent again only while the master that was asked takes over.
+    `urls`: the address of a master or a cluster's leader, or several addresses separated by commas. `token`:
+    None takes TRIREME_TOKEN, or the content of TRIREME_TOKEN_FILE. `timeout_s`: how many seconds a call may
+    take, with its repetitions. `tls`: the authority that is trusted, and the own certificate; None takes the
+    TRIREME_TLS_* variables. `wait_for_leader`: a call is sent again, with the same Idempotency-Key, while no
+    master leads or none can be reached. False: that error is raised at once, and a call is sent again only
+    while the master that was asked takes over.
     """
 
     def __init__(
@@ -140,13 +142,19 @@ class Client:
     # ---------------------------------------------------------------- jobs
 
     def create_job(self, job: CreateJob, *, key: str = "") -> ClusterJobView:
-        """Queue a job in a cluster. The same `key` (Idempotency-Key) is the same job, here and in all other calls."""
+        """Queue a job in a cluster. The same `key` (Idempotency-Key) is the same job, here and in all other
+        calls."""
         return self._send(post(path_of("jobs"), ClusterJobView, key, job))
 
     def list_jobs(self, *, state: Standing | None = None) -> Iterator[ClusterJobView]:
         """All jobs, or those with one standing, in the order of their submission."""
         return self._list(
-            Listing(path_of("jobs"), ClusterJobPage, lambda page: (page.jobs, page.next_page_token), {"state": state})
+            Listing(
+                path_of("jobs"),
+                ClusterJobPage,
+                lambda page: (page.jobs, page.next_page_token),
+                {"state": state},
+            )
         )
 
     def get_job(self, job: str) -> JobView:
@@ -164,8 +172,9 @@ class Client:
         return self._send(get(path_of("jobs", job, "job-tasks"), JobTaskPage))
 
     def pause_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
-        """The job saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`, here and in other calls: the
-        `version` of the record that was read; raises PreconditionFailed if it has another one by then."""
+        """The job saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`,
+        here and in other calls: the `version` of the record that was read; raises PreconditionFailed if it
+        has another one by then."""
         return self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key, if_match=if_match))
 
     def resume_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
@@ -175,14 +184,17 @@ class Client:
         return self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key, if_match=if_match))
 
     def delete_job(self, job: str, *, if_match: str = "") -> ClusterJobView:
-        """Delete a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted it."""
-        return self._send(Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0, if_match=if_match))
+        """Delete a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted
+        it."""
+        return self._send(
+            Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0, if_match=if_match)
+        )
 
     def wait_for_job(
         self, job: str, until: Callable[[JobView], bool] = has_ended, *, timeout_s: float = 600.0
     ) -> JobView:
-        """The job once `until` holds: by default once it has ended, however it did. Raises DeadlineExceeded after `timeout_s`, and
-        Conflict if it has ended and `until` cannot hold any more."""
+        """The job once `until` holds: by default once it has ended, however it did. Raises DeadlineExceeded
+        after `timeout_s`, and Conflict if it has ended and `until` cannot hold any more."""
         wait = Wait(f"job {job}", timeout_s, clock.monotonic())
         while True:
             found = self.get_job(job)
@@ -195,7 +207,12 @@ class Client:
     # ---------------------------------------------------------------- inside one job
 
     def list_tasks(
-        self, job: str, *, state: TaskState | None = None, kind: TaskKind = TaskKind.TRAIN, page_size: int = 500
+        self,
+        job: str,
+        *,
+        state: TaskState | None = None,
+        kind: TaskKind = TaskKind.TRAIN,
+        page_size: int = 500,
     ) -> Iterator[TaskView]:
         """Tasks of the current epoch (DISCARDED: of all), page by page as they are consumed."""
         path, query = path_in(job, "tasks"), {"state": state, "kind": kind, "page_size": page_size}
@@ -227,24 +244,31 @@ class Client:
     def create_checkpoint(
         self, job: str, *, cause: str = "", limit_s: float = 600.0, wait_s: float = 0.0, key: str = ""
     ) -> Operation:
-        """Begin a checkpoint, and wait up to `wait_s` (at most 30) seconds for its end; `wait_for_operation` waits longer."""
+        """Begin a checkpoint, and wait up to `wait_s` (at most 30) seconds for its end; `wait_for_operation`
+        waits longer."""
         asked = body_of(CreateCheckpoint, cause=cause, limit_s=limit_s)
         return self._send(post(path_in(job, "checkpoints"), Operation, key, asked, {"wait_s": wait_s}))
 
     def list_checkpoints(self, job: str) -> Iterator[CheckpointView]:
         """The checkpoints that are kept, the newest first."""
         path = path_in(job, "checkpoints")
-        return self._list(Listing(path, CheckpointPage, lambda page: (page.checkpoints, page.next_page_token)))
+        return self._list(
+            Listing(path, CheckpointPage, lambda page: (page.checkpoints, page.next_page_token))
+        )
 
     def get_checkpoint(self, job: str, checkpoint_id: str) -> CheckpointDetails:
         return self._send(get(path_in(job, "checkpoints", checkpoint_id), CheckpointDetails))
 
-    def verify_checkpoint(self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = "") -> Operation:
+    def verify_checkpoint(
+        self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = ""
+    ) -> Operation:
         """Begin to read every part of a checkpoint, and to compare it with its checksum."""
         path = path_in(job, "checkpoints", checkpoint_id, "verify")
         return self._send(post(path, Operation, key, query={"wait_s": wait_s}))
 
-    def restore_checkpoint(self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = "") -> Operation:
+    def restore_checkpoint(
+        self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = ""
+    ) -> Operation:
         """The whole job goes back to that step and continues from there."""
         path = path_in(job, "checkpoints", checkpoint_id, "restore")
         return self._send(post(path, Operation, key, query={"wait_s": wait_s}))
@@ -261,7 +285,8 @@ class Client:
         wait_s: float = 0.0,
         key: str = "",
     ) -> ResizeView:
-        """Other numbers of members while it trains; None: as many as now. `wait_for_resize` waits for its end."""
+        """Other numbers of members while it trains; None: as many as now. `wait_for_resize` waits for its
+        end."""
         wanted = {"trainers": trainers, "pservers": pservers, "strategy": strategy}
         body = body_of(CreateResize, **wanted, cause=cause, limit_s=limit_s)
         return self._send(post(path_in(job, "resizes"), ResizeView, key, body, {"wait_s": wait_s}))
@@ -276,7 +301,9 @@ class Client:
     ) -> ResizePrediction:
         """What a resize would move; nothing changes."""
         path = path_in(job, "resize-prediction")
-        return self._send(get(path, ResizePrediction, trainers=trainers, pservers=pservers, strategy=strategy))
+        return self._send(
+            get(path, ResizePrediction, trainers=trainers, pservers=pservers, strategy=strategy)
+        )
 
     def list_resizes(self, job: str) -> Iterator[ResizeView]:
         """What runs and what ended last, newest first."""
@@ -292,7 +319,8 @@ class Client:
         return self._send(post(path_in(job, "resizes", resize_id, "cancel"), ResizeView, key))
 
     def wait_for_resize(self, job: str, resize_id: str, *, timeout_s: float = 600.0) -> ResizeView:
-        """Wait until it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
+        """Wait until it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes
+        on)."""
         wait = Wait(f"resize {resize_id}", timeout_s, clock.monotonic())
         while True:
             found = self.get_resize(job, resize_id, wait_s=wait.left(LONG_POLL_S, clock.monotonic()))
@@ -303,13 +331,16 @@ class Client:
     def list_operations(self, job: str, *, state: OperationState | None = None) -> Iterator[Operation]:
         """What runs and what ended last, newest first."""
         path, query = path_in(job, "operations"), {"state": state}
-        return self._list(Listing(path, OperationPage, lambda page: (page.operations, page.next_page_token), query))
+        return self._list(
+            Listing(path, OperationPage, lambda page: (page.operations, page.next_page_token), query)
+        )
 
     def get_operation(self, job: str, operation_id: str, *, wait_s: float = 0.0) -> Operation:
         return self._send(get(path_in(job, "operations", operation_id), Operation, wait_s=wait_s))
 
     def wait_for_operation(self, job: str, operation_id: str, *, timeout_s: float = 600.0) -> Operation:
-        """Wait until it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
+        """Wait until it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes
+        on)."""
         wait = Wait(f"operation {operation_id}", timeout_s, clock.monotonic())
         while True:
             found = self.get_operation(job, operation_id, wait_s=wait.left(LONG_POLL_S, clock.monotonic()))
@@ -317,20 +348,28 @@ class Client:
                 return result_of(found)
             wait.check(found.reason, clock.monotonic())
 
-    def list_events(self, job: str, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
-        """One page of events; `next_after` is the `after` of the next page. Waits up to `wait_s` (at most 30) seconds for an event."""
-        return self._send(get(path_in(job, "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size))
+    def list_events(
+        self, job: str, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100
+    ) -> EventPage:
+        """One page of events; `next_after` is the `after` of the next page. Waits up to `wait_s` (at most 30)
+        seconds for an event."""
+        return self._send(
+            get(path_in(job, "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
+        )
 
     def list_cluster_events(self, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
-        """One page of events of leaders, jobs, members and schedules; the arguments are those of `list_events`."""
-        return self._send(get(path_of("cluster", "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size))
+        """One page of events of leaders, jobs, members and schedules; the arguments are those of
+        `list_events`."""
+        return self._send(
+            get(path_of("cluster", "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
+        )
 
     def follow_events(
         self, job: str, *, after: int = 0, on_gap: Callable[[EventGap], object] | None = None
     ) -> Iterator[EventRecord]:
-        """Events as they happen, also while one master takes over from another, until the job has ended. If some were forgotten
-        before they were read, `on_gap` is told, and it goes on with the oldest that is kept. Raises CursorExpired without it:
-        `details` has `lost` (how many) and `resume_after`."""
+        """Events as they happen, also while one master takes over from another, until the job has ended. If
+        some were forgotten before they were read, `on_gap` is told, and it goes on with the oldest that is
+        kept. Raises CursorExpired without it: `details` has `lost` (how many) and `resume_after`."""
         ended = False
         while True:
             try:
@@ -364,13 +403,16 @@ class Client:
         tail: int = 100,
         wait_s: float = 0.0,
     ) -> LogLines:
-        """The last `tail` lines; with `after` what was written since, for which it waits up to `wait_s` (at most 30) seconds.
-        `next_after` and `next_before` of the answer lead to the rest."""
+        """The last `tail` lines; with `after` what was written since, for which it waits up to `wait_s` (at
+        most 30) seconds. `next_after` and `next_before` of the answer lead to the rest."""
         path, place = path_in(job, "logs", log), {"after": after, "before": before}
         return self._send(get(path, LogLines, **place, tail=tail, wait_s=wait_s))
 
-    def follow_log(self, job: str, log: str, *, after: int | None = None, tail: int = 100) -> Iterator[LogLine]:
-        """The last lines and what comes, also while one master takes over from another, until the job has ended."""
+    def follow_log(
+        self, job: str, log: str, *, after: int | None = None, tail: int = 100
+    ) -> Iterator[LogLine]:
+        """The last lines and what comes, also while one master takes over from another, until the job has
+        ended."""
         page = self.get_log(job, log, after=after, tail=tail)
         ended = False
         while True:
@@ -388,7 +430,8 @@ class Client:
         return self._list(Listing(path, MetricPage, lambda page: (page.points, page.next_page_token), query))
 
     def list_metric_series(self, job: str) -> Iterator[SeriesSummary]:
-        """The metrics that are kept by step: `loss`, what the script logs, `lr`, `time.*`, `evaluation.*`, ..."""
+        """The metrics that are kept by step: `loss`, what the script logs, `lr`, `time.*`, `evaluation.*`,
+        ..."""
         path = path_in(job, "metric-series")
         return self._list(Listing(path, SeriesPage, lambda page: (page.series, page.next_page_token)))
 
@@ -402,14 +445,17 @@ class Client:
         points: int = 500,
         by: str = "step",
     ) -> SeriesPoints:
-        """A metric by step; several steps share a point where there are more of them than `points`. `by="epoch"`: of a synchronous job."""
+        """A metric by step; several steps share a point where there are more of them than `points`.
+        `by="epoch"`: of a synchronous job."""
         path, steps = path_in(job, "metric-series", name), {"from_step": from_step, "to_step": to_step}
         return self._send(get(path, SeriesPoints, **steps, points=points, by=by))
 
     def list_evaluations(self, job: str) -> Iterator[Evaluation]:
         """The evaluations that were done while the job trained, the newest first."""
         path = path_in(job, "evaluations")
-        return self._list(Listing(path, EvaluationPage, lambda page: (page.evaluations, page.next_page_token)))
+        return self._list(
+            Listing(path, EvaluationPage, lambda page: (page.evaluations, page.next_page_token))
+        )
 
     # ---------------------------------------------------------------- cluster, pool, schedules, version
 

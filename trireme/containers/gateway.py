@@ -1,9 +1,11 @@
-"""`python -m trireme.containers.gateway`: one address at which the leader of a cluster answers, whichever master that is.
+"""`python -m trireme.containers.gateway`: one address at which the leader of a cluster answers, whichever
+master that is.
 
     client ─► gateway ─► the master whose /readyz says that it leads        the others stand by
 
-It passes bytes on and reads none of them, so event streams work as at a master, and the master checks token and Host itself. When
-another master leads, connections to the one before are closed: clients connect again and reach the new one.
+It passes bytes on and reads none of them, so event streams work as at a master, and the master checks token
+and Host itself. When another master leads, connections to the one before are closed: clients connect again
+and reach the new one.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Settings(BaseSettings):
 
 
 class Gateway:
-    """`run` it once. `address`: where it listens, once it does. `leader`: the address of the leading master, "": none."""
+    """`run` it once. `address`: where it listens, once it does. `leader`: the address of the leading master,
+    "": none."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -94,7 +97,9 @@ class Gateway:
     async def _find(self, session: aiohttp.ClientSession) -> str:
         """The address of the leader; "": there is none now."""
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            found = await asyncio.get_running_loop().getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM
+            )
         except OSError:
             return ""
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
@@ -194,7 +199,8 @@ def _no_leader(cause: str) -> bytes:
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m trireme.containers.gateway",
-        description="Passes connections on to the master that leads. TRIREME_MASTERS: HOST:PORT of the masters, a name with the "
+        description="Passes connections on to the master that leads. TRIREME_MASTERS: HOST:PORT of the "
+        "masters, a name with the "
         "addresses of all (master:8470). TRIREME_HOST, TRIREME_PORT: where it listens.",
     ).parse_args()
     try:

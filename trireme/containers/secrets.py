@@ -1,4 +1,5 @@
-"""`python -m trireme.containers.secrets`: makes the secrets of a cluster of containers, each kind in a folder (a volume) of its own.
+"""`python -m trireme.containers.secrets`: makes the secrets of a cluster of containers, each kind in a folder
+(a volume) of its own.
 
     <root>/etcd-root/password      etcd's superuser                 whoever sets up etcd
     <root>/etcd/password           the user of our keys             masters, host agents
@@ -10,8 +11,8 @@
     <root>/s3/credentials          keys, as the AWS tools read it   who reads and writes the storage
     <root>/s3-server/config.json   those, as SeaweedFS reads it     the cluster's own S3 server alone
 
-A container mounts only the folders that it needs. What is there already stays, so a user may put secrets of their own there first.
-Nothing is ever printed.
+A container mounts only the folders that it needs. What is there already stays, so a user may put secrets of
+their own there first. Nothing is ever printed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from pathlib import Path
 
 from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.security import private_files
-from trireme_shared.platform.security.tokens import TABLE, Role, TokenFile, TokenFolder, private_text, write_private
+from trireme_shared.platform.security.tokens import (
+    TABLE,
+    Role,
+    TokenFile,
+    TokenFolder,
+    private_text,
+    write_private,
+)
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 ROOT = Path("/secrets")
@@ -49,7 +57,8 @@ class TokenVolumes(TokenFolder):
         return self._root / FOLDERS[role] / role.value
 
     def prepare(self, given: str = "") -> None:
-        """Make what is missing. Tokens that lie there already, and are not known, are a user's own: they count from now on."""
+        """Make what is missing. Tokens that lie there already, and are not known, are a user's own: they
+        count from now on."""
         for role in Role:
             private_files.make_missing(self.file(role).parent)
             if self.file(role).exists():
@@ -58,7 +67,8 @@ class TokenVolumes(TokenFolder):
 
 
 def prepare(root: Path) -> None:
-    """Make what is missing below `root`. Raises InvalidArgument: a file there cannot be used, or nothing can be written."""
+    """Make what is missing below `root`. Raises InvalidArgument: a file there cannot be used, or nothing can
+    be written."""
     for folder in (ETCD_ROOT, ETCD, GRAFANA):
         _prepare_password(root / folder / PASSWORD)
     TokenVolumes(root).prepare()
@@ -66,14 +76,19 @@ def prepare(root: Path) -> None:
 
 
 def prepare_s3_keys(root: Path) -> None:
-    """Make what is missing below `root`; the server's file always has the keys of the other one. Raises InvalidArgument."""
+    """Make what is missing below `root`; the server's file always has the keys of the other one. Raises
+    InvalidArgument."""
     credentials, config = root / S3 / CREDENTIALS, root / S3_SERVER / SERVER_CONFIG
     for path in (credentials, config):
         _make_folder(path.parent)
     if not credentials.exists():
         write_private(credentials, f"[{SECTION}]\n{KEY_ID} = {S3_USER}\n{KEY} = {ids.secret()}\n")
     key_id, key = _s3_keys(credentials)
-    identity = {"name": S3_USER, "credentials": [{"accessKey": key_id, "secretKey": key}], "actions": S3_RIGHTS}
+    identity = {
+        "name": S3_USER,
+        "credentials": [{"accessKey": key_id, "secretKey": key}],
+        "actions": S3_RIGHTS,
+    }
     text = json.dumps({"identities": [identity]}, indent=1) + "\n"
     if not config.exists() or private_text(config) != text:
         write_private(config, text)
@@ -113,7 +128,9 @@ def _prepare_password(path: Path) -> None:
     _make_folder(path.parent)
     if path.exists():
         if not private_text(path).strip():
-            raise InvalidArgument(f"{path} is empty", hint="put a password there, or remove it: one is made then")
+            raise InvalidArgument(
+                f"{path} is empty", hint="put a password there, or remove it: one is made then"
+            )
         return
     write_private(path, f"{ids.secret()}\n")
 
@@ -121,7 +138,8 @@ def _prepare_password(path: Path) -> None:
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m trireme.containers.secrets",
-        description="Make the secrets of a cluster of containers below TRIREME_SECRETS (/secrets): etcd's passwords, tokens of an "
+        description="Make the secrets of a cluster of containers below TRIREME_SECRETS (/secrets): etcd's "
+        "passwords, tokens of an "
         "admin, of members and of a viewer, keys of an S3 server. Those that are there stay.",
     ).parse_args()
     try:

@@ -1,6 +1,8 @@
-"""`python -m trireme.containers.setup`: turns etcd's users on and makes the bucket, before anything else of the cluster uses them.
+"""`python -m trireme.containers.setup`: turns etcd's users on and makes the bucket, before anything else of
+the cluster uses them.
 
-    wait for etcd ─► root's password, users on ─► a user for /<root>/ alone ─► log in as that one, write, read, be refused elsewhere
+    wait for etcd ─► root's password, users on ─► a user for /<root>/ alone
+        ─► log in as that one, write, read, be refused elsewhere
     storage at s3://: wait for it ─► its bucket ─► write and read there
 
 It may run at each start: what is done stays.
@@ -22,7 +24,13 @@ from trireme_shared.platform.membership.settings import MemberSettings
 from trireme_shared.platform.runtime import clock, service, telemetry
 from trireme_shared.platform.security import etcd_users
 from trireme_shared.platform.storage import files, object_store
-from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, InvalidArgument, PeerError, Unauthorized
+from trireme_shared.protocol.errors import (
+    CallerError,
+    DeadlineExceeded,
+    InvalidArgument,
+    PeerError,
+    Unauthorized,
+)
 
 CALL_S = 5.0
 LOOK_S = 0.2
@@ -33,7 +41,8 @@ log = telemetry.logger("setup")
 
 
 class Settings(MemberSettings):
-    """`etcd_user`: of Trireme's members. `storage`: of the cluster's jobs. `setup_limit_s`: so long is waited for etcd, and for S3."""
+    """`etcd_user`: of Trireme's members. `storage`: of the cluster's jobs. `setup_limit_s`: so long is waited
+    for etcd, and for S3."""
 
     job: str = ""
     etcd_user: str = "trireme"
@@ -89,8 +98,14 @@ async def _check(etcd: Etcd, settings: Settings, prefix: str) -> None:
         await etcd.put(key, b"")
         await etcd.delete(key)
     except CallerError as error:
-        msg = f"user {settings.etcd_user} cannot use {prefix} in etcd at {settings.etcd_access}: {error.message}"
-        hint = "etcd's volume and the volumes of secrets belong together: were these removed, and etcd's was not?"
+        msg = (
+            f"user {settings.etcd_user} cannot use {prefix} in etcd at {settings.etcd_access}: "
+            f"{error.message}"
+        )
+        hint = (
+            "etcd's volume and the volumes of secrets belong together: were these removed, and etcd's "
+            "was not?"
+        )
         raise Unauthorized(msg, hint=hint) from error
     async with _client(lambda: connect(settings.etcd)) as nobody:
         try:
@@ -101,7 +116,8 @@ async def _check(etcd: Etcd, settings: Settings, prefix: str) -> None:
 
 
 async def prepare_bucket(url: str, limit_s: float) -> None:
-    """Wait until `url` can be written and read. A missing bucket is made, but not at Amazon: the name may be mistyped there.
+    """Wait until `url` can be written and read. A missing bucket is made, but not at Amazon: the name may be
+    mistyped there.
 
     Raises Unauthorized, InvalidArgument (there is no such bucket), DeadlineExceeded with the last reason.
     """
@@ -140,8 +156,10 @@ async def _serve(settings: Settings) -> int:
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m trireme.containers.setup",
-        description="Turn on the users of the etcd at TRIREME_ETCD, with the passwords in TRIREME_SECRETS (/secrets): root, "
-        "TRIREME_ETCD_USER (trireme) for the keys of TRIREME_ROOT alone, and one for health checks that may do nothing. "
+        description="Turn on the users of the etcd at TRIREME_ETCD, with the passwords in TRIREME_SECRETS "
+        "(/secrets): root, "
+        "TRIREME_ETCD_USER (trireme) for the keys of TRIREME_ROOT alone, and one for health checks "
+        "that may do nothing. "
         "Make the bucket of TRIREME_STORAGE if that is at S3.",
     ).parse_args()
     settings = Settings.from_environment()

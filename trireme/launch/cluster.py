@@ -1,15 +1,20 @@
 """A whole job on this machine: etcd, master(s), parameter servers and trainers as supervised child processes.
 
     async with LocalCluster(spec, folder) as cluster:        starts everything
-        state = await cluster.wait()                         COMPLETED or FAILED; dead children are started again meanwhile
-                                                             leaving stops everything: trainers first, etcd last
+        state = await cluster.wait()
+            COMPLETED or FAILED; dead children are started again meanwhile
+                                                             leaving stops everything: trainers first, etcd
+                                                                 last
 
-No child outlives the cluster, however it ends. How many members and threads it has changes no bit of the result:
+No child outlives the cluster, however it ends. How many members and threads it has changes no bit of the
+result:
 
-min(cores / 2, bytes of the parameters / 32 MiB) --> parameter servers        cores / members on this host --> threads of each
+min(cores / 2, bytes of the parameters / 32 MiB) --> parameter servers
+    cores / members on this host --> threads of each
 
 Both are at least 1. A resize changes the numbers:
-ps_desired, trainers of job/spec --more--> children started      --fewer--> trainers get SIGTERM; parameter servers without a place end
+ps_desired, trainers of job/spec --more--> children started
+    --fewer--> trainers get SIGTERM; parameter servers without a place end
 """
 
 from __future__ import annotations
@@ -56,15 +61,16 @@ MOST = 128
 
 
 class LocalCluster(SupervisedProcesses[JobState]):
-    """`folder` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
-    Spare parameter servers are loaded and wait; the first that sees a free index takes it. `forks` starts the children (None: the
-    cluster makes its own fork server and ends it).
+    """`folder` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used
+    again). Spare parameter servers are loaded and wait; the first that sees a free index takes it. `forks`
+    starts the children (None: the cluster makes its own fork server and ends it).
 
     `on_event` gets every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
 
     # masters stop before parameter servers, or a master would roll the job back
-    grace_s = {"trainer": GRACE_S, "master": GRACE_S, "pserver": PSERVER_GRACE_S}  # noqa: RUF012  never changed
+    # never changed
+    grace_s = {"trainer": GRACE_S, "master": GRACE_S, "pserver": PSERVER_GRACE_S}  # noqa: RUF012
 
     def __init__(
         self,
@@ -92,14 +98,19 @@ class LocalCluster(SupervisedProcesses[JobState]):
 
     def __repr__(self) -> str:
         alive = sum(child.alive for child in self.children.values())
-        return f"<LocalCluster {self.spec.job}: {alive} of {len(self.children)} children alive, {self.embedded!r}>"
+        return (
+            f"<LocalCluster {self.spec.job}: {alive} of {len(self.children)} children alive, "
+            f"{self.embedded!r}>"
+        )
 
     # ------------------------------------------------------------ for tests and the command line
 
     async def wait(self, timeout_s: float | None = None) -> JobState:
-        """The job's last state, COMPLETED or FAILED. Raises ClusterError if the job can never end, DeadlineExceeded."""
+        """The job's last state, COMPLETED or FAILED. Raises ClusterError if the job can never end,
+        DeadlineExceeded."""
         return await self._until_final(
-            timeout_s, lambda: f"job {self.spec.job} is not over after {timeout_s:g} s: {self.directory.state!r}"
+            timeout_s,
+            lambda: f"job {self.spec.job} is not over after {timeout_s:g} s: {self.directory.state!r}",
         )
 
     @property
@@ -119,15 +130,19 @@ class LocalCluster(SupervisedProcesses[JobState]):
             yield client, self.spec.job
 
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Raises DeadlineExceeded if no master leads within `timeout_s`, ClusterError if the job can never end."""
+        """Raises DeadlineExceeded if no master leads within `timeout_s`, ClusterError if the job can never
+        end."""
         deadline = clock.monotonic() + timeout_s
         while self.directory.master is None:  # also after the wait: it may be gone again by then
             left_s = deadline - clock.monotonic()
-            await self._unless_over(self.directory.wait_for(lambda view: view.master is not None, left_s, "a master"))
+            await self._unless_over(
+                self.directory.wait_for(lambda view: view.master is not None, left_s, "a master")
+            )
         return self.directory.master.url
 
     async def saved_step(self) -> int | None:
-        """The step of the newest checkpoint, 0 if only its number in the job is known; None if there is none. Raises PeerError."""
+        """The step of the newest checkpoint, 0 if only its number in the job is known; None if there is none.
+        Raises PeerError."""
         latest = await self.etcd.get(self._keys.latest)
         if latest is not None:
             return must_read(CheckpointLatest, latest.key, latest.value).step
@@ -139,7 +154,11 @@ class LocalCluster(SupervisedProcesses[JobState]):
     # ------------------------------------------------------------ children
 
     def _common(self) -> dict[str, str]:
-        return {**super()._common(), "TRIREME_JOB": self.spec.job, "TRIREME_SPEC": str(self.folder / "spec.json")}
+        return {
+            **super()._common(),
+            "TRIREME_JOB": self.spec.job,
+            "TRIREME_SPEC": str(self.folder / "spec.json"),
+        }
 
     async def _add_member(self, role: str) -> Child:
         """A trainer or a parameter server."""
@@ -188,7 +207,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
         await child.end(LEAVING_GRACE_S)
 
     async def _end_the_silent(self) -> None:
-        """Kill children that have lost their lease and do not end by themselves; they are started again as any other."""
+        """Kill children that have lost their lease and do not end by themselves; they are started again as
+        any other."""
 
         def alive() -> dict[str, int]:
             over = _is_final(self.directory.state)
@@ -205,14 +225,17 @@ class LocalCluster(SupervisedProcesses[JobState]):
             group.create_task(self.lost_leases.follow(self.etcd, self._keys, alive, self.kill))
 
     async def _is_final(self) -> bool:
-        """Whether the job is over. Waits a moment for the news: a trainer may leave before it arrives here."""
+        """Whether the job is over. Waits a moment for the news: a trainer may leave before it arrives
+        here."""
         with contextlib.suppress(DeadlineExceeded):
-            await self.directory.wait_for(lambda view: _is_final(view.state), FINAL_TIMEOUT_S, "the end of the job")
+            await self.directory.wait_for(
+                lambda view: _is_final(view.state), FINAL_TIMEOUT_S, "the end of the job"
+            )
         return _is_final(self.directory.state)
 
     async def _mourn(self, child: Child, end: Exit) -> None:
-        """Revoke its leases, so that no member waits until they expire. The launcher saw the death, so no master needs to confirm it
-        by a probe."""
+        """Revoke its leases, so that no member waits until they expire. The launcher saw the death, so no
+        master needs to confirm it by a probe."""
         try:
             await revoke_leases_of(self.etcd, self._keys, child.name, end.pid)
         except (TriremeError, TimeoutError) as error:  # etcd is away: the leases expire by themselves
@@ -273,7 +296,8 @@ def pservers_for(model: Facts | None, cores: int) -> int:
 
 
 def threads_for(spec: JobSpec, cores: int) -> int:
-    """Of each parameter server, if all members are on this host: so many that together they have no more threads than cores."""
+    """Of each parameter server, if all members are on this host: so many that together they have no more
+    threads than cores."""
     return max(1, cores // (spec.pservers + spec.trainers * spec.threads_per_trainer))
 
 
@@ -297,7 +321,8 @@ class MemberNumbers:
         return child.name in self._left
 
     def comes_back(self, role: str, supervised: Collection[str]) -> Child | None:
-        """One that left and has ended, unless its end is still being seen to: who is `supervised` may be about to be started. It counts again."""
+        """One that left and has ended, unless its end is still being seen to: who is `supervised` may be
+        about to be started. It counts again."""
         for name in sorted(self._left):
             child = self._children[name]
             if name.startswith(f"{role}-") and not child.alive and name not in supervised:
@@ -310,7 +335,9 @@ class MemberNumbers:
         if child.name in self._left:
             return True
         wanted = self._pservers_wanted(directory)
-        surplus = child.name.startswith("pserver-") and wanted is not None and len(self.kept("pserver")) > wanted
+        surplus = (
+            child.name.startswith("pserver-") and wanted is not None and len(self.kept("pserver")) > wanted
+        )
         if surplus and child.pid not in _pids(directory):
             self._left.add(child.name)
             return True
@@ -355,7 +382,8 @@ class MemberNumbers:
         return None if desired is None else desired + self._spares
 
     async def _own_numbers(self, etcd: Etcd, directory: Directory) -> None:
-        """Wait until the numbers in etcd are this run's, or follow from them by a resize; before, they are an earlier run's."""
+        """Wait until the numbers in etcd are this run's, or follow from them by a resize; before, they are an
+        earlier run's."""
         mine = self._spec.trainers, self._spec.pservers
         while True:
             revision, spec = directory.revision, directory.spec

@@ -1,13 +1,16 @@
-"""`python -m trireme.launch.fork_server`: imports what members need once (torch takes seconds) and forks them.
+"""`python -m trireme.launch.fork_server`: imports what members need once (torch takes seconds) and forks
+them.
 
-    launcher ── fork server ── middle ── child       the middle ends at once, so the child becomes the launcher's: the
+    launcher ── fork server ── middle ── child
+        the middle ends at once, so the child becomes the launcher's: the
        `─────────────────────────────────'           launcher waits for it, and it dies with the launcher
 
-The control socket is standard input: one byte with three descriptors (connection, stdout, stderr) for each start; on the
-connection the launcher writes a Request, the child its pid, and the launcher GO. A side that gets no answer gives up.
+The control socket is standard input: one byte with three descriptors (connection, stdout, stderr) for each
+start; on the connection the launcher writes a Request, the child its pid, and the launcher GO. A side that
+gets no answer gives up.
 
-User code is imported in children only, and no thread is started here (OpenBLAS ends its own before a fork). If this process is
-killed, its children keep running: they are the launcher's.
+User code is imported in children only, and no thread is started here (OpenBLAS ends its own before a fork).
+If this process is killed, its children keep running: they are the launcher's.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`python -P -m module arguments` with this environment, as a child of `parent`; `title` is what `ps` shows."""
+    """`python -P -m module arguments` with this environment, as a child of `parent`; `title` is what `ps`
+    shows."""
 
     module: str
     arguments: tuple[str, ...]
@@ -81,8 +85,10 @@ class Request:
 
 def main() -> int:
     """Serve until the launcher closes the control socket."""
-    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # OpenBLAS
-    setproctitle.getproctitle()  # finds the space for titles, which is impossible after the environment has changed
+    # OpenBLAS
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+    # finds the space for titles, which is impossible after the environment has changed
+    setproctitle.getproctitle()
     gc.disable()  # a collection would copy the pages that children share
     ahead = [name for names in NEEDS.values() for name in names]
     with socket.socket(fileno=sys.stdin.fileno()) as control:
@@ -127,7 +133,8 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
     """In the child: run the requested module and end."""
     code = FAILED
     try:
-        # no session of its own: the kernel would let its loop wait for its compute thread (trireme_shared.platform.runtime.service)
+        # no session of its own: the kernel would let its loop wait for its compute thread
+        # (trireme_shared.platform.runtime.service)
         os.setpgid(0, 0)
         deadline = clock.monotonic() + ADOPTION_S
         while os.getppid() != request.parent and clock.monotonic() < deadline:
@@ -153,8 +160,8 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
 
 
 def run(request: Request) -> int:
-    """Run its module here, as `python -m` does; returns the exit code. Does what an interpreter does at its end, without the teardown
-    of modules (0.5 s with torch)."""
+    """Run its module here, as `python -m` does; returns the exit code. Does what an interpreter does at its
+    end, without the teardown of modules (0.5 s with torch)."""
     sys.argv = [request.module, *request.arguments]
     gc.enable()
     code = FAILED
@@ -165,7 +172,8 @@ def run(request: Request) -> int:
         code = _exit_code(end.code)
     except BaseException:  # noqa: BLE001  as an interpreter does
         traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing does: joins threads that are no daemons
+    # noqa: SLF001  as multiprocessing does: joins threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

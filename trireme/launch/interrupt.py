@@ -3,7 +3,8 @@
 first: make a checkpoint, for at most CHECKPOINT_S -> cancel the run, which stops its children in order
 second: kill every child at once
 
-A closed terminal is SIGHUP, and what is still written to it goes nowhere: a write would fail, and whoever says that it stops would not stop.
+A closed terminal is SIGHUP, and what is still written to it goes nowhere: a write would fail, and whoever
+says that it stops would not stop.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Terminal:
 
 @contextmanager
 def hangup(stop: Callable[[], None]) -> Iterator[None]:
-    """Within it the first SIGHUP calls `stop`; the shell and the system each send one. Where it is ignored (nohup) it stays so."""
+    """Within it the first SIGHUP calls `stop`; the shell and the system each send one. Where it is ignored
+    (nohup) it stays so."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         yield
         return
@@ -69,7 +71,8 @@ def hangup(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class InterruptHandler:
-    """`cluster`: its children are killed by a second Ctrl-C. `ready`: the cluster has started, so a checkpoint can be tried."""
+    """`cluster`: its children are killed by a second Ctrl-C. `ready`: the cluster has started, so a
+    checkpoint can be tried."""
 
     def __init__(self) -> None:
         self.cluster: LocalCluster | None = None
@@ -94,7 +97,8 @@ class InterruptHandler:
         self._terminal.silence_if_closed()
         if self.count == 1 and self.cluster is not None and self.ready and _is_training(self.cluster):
             self.say(
-                f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); interrupt again to stop at once"
+                f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); interrupt "
+                "again to stop at once"
             )
             self.cluster.run_beside(self._save_and_stop(self.cluster))
             return
@@ -114,7 +118,9 @@ class InterruptHandler:
             async with asyncio.timeout(CHECKPOINT_S):
                 async with cluster.client(MASTER_S) as (client, job):
                     key = ids.new_id("interrupt")
-                    operation = await client.create_checkpoint(job, key=key, cause="Ctrl-C", limit_s=CHECKPOINT_S)
+                    operation = await client.create_checkpoint(
+                        job, key=key, cause="Ctrl-C", limit_s=CHECKPOINT_S
+                    )
                 done = await wait_for_operation(
                     lambda: cluster.client(MASTER_S), operation, CHECKPOINT_S, lambda _: None
                 )

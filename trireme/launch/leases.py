@@ -1,7 +1,9 @@
-"""The leases of children: those of dead processes are revoked, and a living process that has lost its own is ended.
+"""The leases of children: those of dead processes are revoked, and a living process that has lost its own is
+ended.
 
 a process is dead ─► its leases are revoked, so that no member waits until they expire
-registered ─► its key is gone, and etcd answers ─► still gone after the grace ─► overdue: the launcher ends the process
+registered ─► its key is gone, and etcd answers ─► still gone after the grace
+    ─► overdue: the launcher ends the process
                  `── it registers again, or ends by itself
 etcd does not answer: nothing counts, since nobody can renew a lease or come back then
 a trainer that works, by its processor time, has a longer grace: it is only late, and others compute its lanes
@@ -26,8 +28,8 @@ from trireme_shared.protocol.keys import Keys
 LOOK_S = 1.0
 ANSWER_S = 2.0
 LEAST_GRACE_S = 3.0  # who wakes up needs some attempts to reach etcd
-# Of a trainer that works: its loop is busy, or the machine is. It registers again by itself, and a new one would take even more processor time.
-# Bounded, because its loop may never be free again.
+# Of a trainer that works: its loop is busy, or the machine is. It registers again by itself, and a new one
+# would take even more processor time. Bounded, because its loop may never be free again.
 WORKING_GRACE_S = 60.0
 VOUCH_S = WORKING_GRACE_S  # for so long the lease of a child that is held up is renewed
 VOUCH_LOOK_S = 0.25
@@ -38,14 +40,16 @@ log = telemetry.logger("leases")
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Of a process whose key is gone. `gone_s`: for how long; `idle_s`: since it last worked; `use`: by the last look."""
+    """Of a process whose key is gone. `gone_s`: for how long; `idle_s`: since it last worked; `use`: by the
+    last look."""
 
     gone_s: float = 0.0
     idle_s: float = 0.0
     use: ProcessorUse | None = None
 
     def longer(self, elapsed_s: float, use: ProcessorUse | None) -> Absence:
-        """After one more look. What is more than two looks does not count: this process itself was frozen then."""
+        """After one more look. What is more than two looks does not count: this process itself was frozen
+        then."""
         counted_s = min(elapsed_s, 2 * LOOK_S)
         works = use is not None and use.works(self.use, elapsed_s)
         return Absence(self.gone_s + counted_s, 0.0 if works else self.idle_s + counted_s, use)
@@ -63,7 +67,8 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class LostLease:
-    """`silent_s`: since it was last renewed. `worked`: its process did work without it. `stopped`: it was stopped by a signal."""
+    """`silent_s`: since it was last renewed. `worked`: its process did work without it. `stopped`: it was
+    stopped by a signal."""
 
     silent_s: float
     worked: bool = False
@@ -75,9 +80,12 @@ class LostLease:
 
 
 class LostLeases:
-    """`use_of`: a process by its pid. `etcd_silent_s`: for how long etcd has not answered, by the last look; 0 if it answers."""
+    """`use_of`: a process by its pid. `etcd_silent_s`: for how long etcd has not answered, by the last look;
+    0 if it answers."""
 
-    def __init__(self, lease_ttl_s: float, use_of: Callable[[int], ProcessorUse | None] = processor_use) -> None:
+    def __init__(
+        self, lease_ttl_s: float, use_of: Callable[[int], ProcessorUse | None] = processor_use
+    ) -> None:
         self.grace_s = max(lease_ttl_s, LEAST_GRACE_S)
         self.etcd_silent_s = 0.0
         self._ttl_s, self._use_of = lease_ttl_s, use_of
@@ -95,8 +103,8 @@ class LostLeases:
         end: Callable[[str], object],
         named: str = "",
     ) -> None:
-        """Look again and again, and call `end` with the name of each child that is overdue, until cancelled. `alive`: name -> pid.
-        `named`: see held_leases."""
+        """Look again and again, and call `end` with the name of each child that is overdue, until cancelled.
+        `alive`: name -> pid. `named`: see held_leases."""
         before = clock.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -142,13 +150,15 @@ class LostLeases:
 
 
 class Vouching:
-    """Renews the leases of children whose event loop is held up, because code of the user keeps Python's interpreter.
+    """Renews the leases of children whose event loop is held up, because code of the user keeps Python's
+    interpreter.
 
         sign of life is fresh ─► nothing: the child renews its own lease, or etcd does not answer it
         sign is old, the process runs, for VOUCH_S at most ─► its lease is renewed here
         the process is stopped (SIGSTOP), has ended, or is held up for longer ─► its lease runs out
 
-    `tell`: gets the name of a child, its pid and a sentence, once each time that one is held up. `use_of`: a process by its pid."""
+    `tell`: gets the name of a child, its pid and a sentence, once each time that one is held up. `use_of`: a
+    process by its pid."""
 
     def __init__(
         self,
@@ -166,7 +176,9 @@ class Vouching:
     async def run(self, children: Callable[[], Mapping[str, Child]]) -> None:
         """Until cancelled. `children`: those that live, by name."""
         while True:
-            there = {name: (child.pid, Path(child.environment.get(FILE, ""))) for name, child in children().items()}
+            there = {
+                name: (child.pid, Path(child.environment.get(FILE, ""))) for name, child in children().items()
+            }
             pids = {pid for pid, _ in there.values()}
             self._told = {each for each in self._told if each[0] in pids}
             self._renewed = {pid: at for pid, at in self._renewed.items() if pid in pids}

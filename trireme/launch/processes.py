@@ -1,16 +1,19 @@
-"""Python processes of a launcher: how they start, live and end, and when a dead one is started again. None outlives the launcher.
+"""Python processes of a launcher: how they start, live and end, and when a dead one is started again. None
+outlives the launcher.
 
     ForkServer.start ─► forked        saves tenths of a second of processor time, and shares memory
                   `──► spawned        if forking is impossible, switched off, or failed
 
-Both are children of this process, lead a session of their own (a Ctrl-C in the terminal reaches the launcher only) and die with it:
-PDEATHSIG kills them if the launcher itself is killed. A Child is started, ends, and may be started again, with the same log file.
+Both are children of this process, lead a session of their own (a Ctrl-C in the terminal reaches the launcher
+only) and die with it: PDEATHSIG kills them if the launcher itself is killed. A Child is started, ends, and
+may be started again, with the same log file.
 
-A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is always started
-again. So is one that had started up and later lost its lease: its host froze or was cut off. A child that ends by itself right
-after its start MAX_EARLY_ENDS times is given up: one more start would not help.
-A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say).
-A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer starts, and later ones.
+A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is
+always started again. So is one that had started up and later lost its lease: its host froze or was cut off. A
+child that ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not
+help. A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a
+missing package, say). A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter
+servers: fewer starts, and later ones.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ MAX_EARLY_ENDS = 5
 MAX_FAILED_STARTS = 2
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0
-_FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was told to stop
+# 0: it was told to stop
+_FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 
 log = telemetry.logger("processes")
 REVOKE_TIMEOUT_S = 2.0
@@ -80,7 +84,8 @@ def cores() -> int:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Our environment for children, without TRIREME_* (those settings are in the spec), with the malloc tunables and a fixed hash seed."""
+    """Our environment for children, without TRIREME_* (those settings are in the spec), with the malloc
+    tunables and a fixed hash seed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
     return (
         clean
@@ -92,7 +97,9 @@ def inherited_environment() -> dict[str, str]:
 Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes], IO[bytes]], Awaitable[Process]]
 
 
-async def spawn(argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]) -> Process:
+async def spawn(
+    argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
+) -> Process:
     return await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,
@@ -116,7 +123,9 @@ class Forked:
         self._loop.add_reader(self._descriptor, self._end)
 
     def __repr__(self) -> str:
-        return f"<Forked {self.pid}: {'running' if self.returncode is None else f'exit code {self.returncode}'}>"
+        return (
+            f"<Forked {self.pid}: {'running' if self.returncode is None else f'exit code {self.returncode}'}>"
+        )
 
     def _end(self) -> None:
         self._loop.remove_reader(self._descriptor)
@@ -149,7 +158,8 @@ def start_server(control: socket.socket, environment: Mapping[str, str]) -> subp
 
 
 class ForkServer:
-    """Started when it is first needed. The end of `with` stops it; its children keep running. TRIREME_START=spawn: never started."""
+    """Started when it is first needed. The end of `with` stops it; its children keep running.
+    TRIREME_START=spawn: never started."""
 
     def __init__(self) -> None:
         self._wanted = hasattr(os, "pidfd_open") and os.environ.get("TRIREME_START") != "spawn"
@@ -193,7 +203,8 @@ class ForkServer:
         return await spawn(argv, environment, out, err)
 
     def _is_like_ours(self, environment: Mapping[str, str]) -> bool:
-        """The server did its imports with our environment, so only children with the same one may be forked."""
+        """The server did its imports with our environment, so only children with the same one may be
+        forked."""
         others = {name: value for name, value in environment.items() if not name.startswith("TRIREME_")}
         return others == self._environment
 
@@ -253,13 +264,16 @@ class Exit:
 
     def __str__(self) -> str:
         if self.code == EXIT_CODES["SCRIPT_CHANGED"]:
-            return "its script or a module has changed since the job was created: restore it, or stop the job and start it again"
+            return (
+                "its script or a module has changed since the job was created: restore it, or stop the "
+                "job and start it again"
+            )
         return signal.Signals(-self.code).name if self.code < 0 else f"exit code {self.code}"
 
 
 class Child:
-    """A process that can be started again after its end; `starts` counts the starts. `group`: signals go to all processes of the group
-    that it leads."""
+    """A process that can be started again after its end; `starts` counts the starts. `group`: signals go to
+    all processes of the group that it leads."""
 
     def __init__(
         self,
@@ -296,7 +310,8 @@ class Child:
 
     @property
     def was_ready(self) -> bool:
-        """Whether one of its processes has created the file that READY_FILE names; members do once they have started up."""
+        """Whether one of its processes has created the file that READY_FILE names; members do once they have
+        started up."""
         return Path(self.environment.get(READY_FILE, "")).is_file()
 
     @property
@@ -371,8 +386,8 @@ def tail_of(log: Path, lines: int = TAIL_LINES) -> str:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Counts the deaths of one child; a life of `EARLY_S` seconds clears the counts. `when`, `least_s`: the job's restart_policy and
-    restart_delay_s."""
+    """Counts the deaths of one child; a life of `EARLY_S` seconds clears the counts. `when`, `least_s`: the
+    job's restart_policy and restart_delay_s."""
 
     when: Kind = "always"
     least_s: float = 0.0
@@ -388,11 +403,13 @@ class RestartPolicy:
         """Whether the job wants a child that ended with `code` to be started again at all."""
         return self.when == "always" or (self.when == "on_failure" and code != 0)
 
-    def delay_s(self, code: int, lived_s: float, *, was_ready: bool = True, at_work: bool = False) -> float | None:
+    def delay_s(
+        self, code: int, lived_s: float, *, was_ready: bool = True, at_work: bool = False
+    ) -> float | None:
         """Seconds until the next start after an end with `code` (as of subprocess); None: give up.
 
-        `was_ready`: whether the child has ever finished its start-up. `at_work`: it has ended in the middle of a minibatch, so that is what
-        its death counts against, and not its start.
+        `was_ready`: whether the child has ever finished its start-up. `at_work`: it has ended in the middle
+        of a minibatch, so that is what its death counts against, and not its start.
         """
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
@@ -404,7 +421,9 @@ class RestartPolicy:
         return max(self.least_s, min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
 
 
-def death_event(name: str, end: Exit, lost: str = "", *, given_up: bool, left: begun.Left | None = None) -> ChildEvent:
+def death_event(
+    name: str, end: Exit, lost: str = "", *, given_up: bool, left: begun.Left | None = None
+) -> ChildEvent:
     """`lost`: the lease that it had lost, as text; "": none. `left`: what it had begun."""
     cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
     if end.code == LEASE_LOST or (lost and end.code == -signal.SIGKILL):
@@ -428,7 +447,8 @@ class HeldLeases:
     sweeper: MasterLock | None
 
     def of(self, child: str, pid: int) -> list[int]:
-        """The leases of process `pid`, which is or was the child of that name (`trainer-0`, `pserver-1`, `master-0`)."""
+        """The leases of process `pid`, which is or was the child of that name (`trainer-0`, `pserver-1`,
+        `master-0`)."""
         match child.partition("-")[0]:
             case "trainer":
                 own = [member.lease for member in self.trainers if member.pid == pid]
@@ -440,8 +460,8 @@ class HeldLeases:
 
 
 async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S, named: str = "") -> HeldLeases:
-    """Of the members on this host whose names begin with `named`: pids mean something on one host only. A record that cannot be read is skipped:
-    its lease expires by itself. Raises PeerError."""
+    """Of the members on this host whose names begin with `named`: pids mean something on one host only. A
+    record that cannot be read is skipped: its lease expires by itself. Raises PeerError."""
     reads = [
         Get(keys.trainer(named), prefix=True),
         Get(keys.pservers, prefix=True),
@@ -449,7 +469,9 @@ async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S, name
         Get(keys.sweep_lock),
     ]
     found = await etcd.txn([], reads, timeout_s=timeout_s)
-    trainers = [read_record(TrainerMember, kv.key, kv.value) for kv in found.range(0).kvs if keys.is_trainer(kv.key)]
+    trainers = [
+        read_record(TrainerMember, kv.key, kv.value) for kv in found.range(0).kvs if keys.is_trainer(kv.key)
+    ]
     pservers = [read_record(PserverMember, kv.key, kv.value) for kv in found.range(1).kvs]
     here = [member for member in (*trainers, *pservers) if member is not None and is_here(member.network)]
     locks = [
@@ -458,21 +480,24 @@ async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S, name
     ]
     return HeldLeases(
         tuple(each for each in here if isinstance(each, TrainerMember) and each.trainer.startswith(named)),
-        tuple(each for each in here if isinstance(each, PserverMember) and each.incarnation.startswith(named)),
+        tuple(
+            each for each in here if isinstance(each, PserverMember) and each.incarnation.startswith(named)
+        ),
         *locks,
     )
 
 
 async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int, named: str = "") -> None:
-    """Of process `pid`, which was the child of that name; `named`: see held_leases. Raises TriremeError, TimeoutError: the leases then
-    expire by themselves."""
+    """Of process `pid`, which was the child of that name; `named`: see held_leases. Raises TriremeError,
+    TimeoutError: the leases then expire by themselves."""
     async with asyncio.timeout(REVOKE_TIMEOUT_S):
         for lease in (await held_leases(etcd, keys, named=named)).of(child, pid):
             await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
 
 
 async def revoke_lock_of(etcd: Etcd, key: str, child: str) -> None:
-    """The lease of the lock `key`, if a process of that child held it. Raises TriremeError, TimeoutError, as revoke_leases_of."""
+    """The lease of the lock `key`, if a process of that child held it. Raises TriremeError, TimeoutError, as
+    revoke_leases_of."""
     async with asyncio.timeout(REVOKE_TIMEOUT_S):
         found = await etcd.get(key)
         lock = read_record(MasterLock, key, found.value) if found is not None else None
@@ -481,8 +506,8 @@ async def revoke_lock_of(etcd: Etcd, key: str, child: str) -> None:
 
 
 async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:
-    """Of an earlier run's members, whose keys begin with `prefix`. They died with their launcher, but etcd, started again on its old data, gives their
-    leases their full time again. Raises PeerError."""
+    """Of an earlier run's members, whose keys begin with `prefix`. They died with their launcher, but etcd,
+    started again on its old data, gives their leases their full time again. Raises PeerError."""
     found = await etcd.range(prefix, prefix=True, keys_only=True)
     for lease in sorted({item.lease for item in found.kvs if item.lease}):
         await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)

@@ -1,16 +1,19 @@
 """What `trireme run` does if the job's folder holds an earlier run of the same job.
 
 no earlier run      start
-unfinished          resume from the last checkpoint, if no setting has changed that must not (trireme_shared.protocol.records.setting_effects)
-FAILED              its script was the cause, or nothing is saved: start from the beginning; the user has probably corrected it.
-                    else (members or storage were away): as unfinished
+unfinished          resume from the last checkpoint, if no setting has changed that must not
+                    (trireme_shared.protocol.records.setting_effects)
+FAILED              its script was the cause, or nothing is saved: start from the beginning; the user has
+                    probably corrected it. else (members or storage were away): as unfinished
 COMPLETED           say so, train nothing; with more epochs: go on from the last version
 --fresh             start from the beginning
-A start from the beginning moves all files of the earlier run to `previous/`, which keeps one run. Trained models are never deleted
-unless the user asks for it.
+A start from the beginning moves all files of the earlier run to `previous/`, which keeps one run. Trained
+models are never deleted unless the user asks for it.
 
-The facts about the script's model and optimizer that an unfinished job depends on are kept in the folder, too, and compared:
-{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}, "tables": [TableSpec, ...]}   (trainer_agent.script.inspect)
+The facts about the script's model and optimizer that an unfinished job depends on are kept in the folder,
+too, and compared:
+{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}, "tables":
+    [TableSpec, ...]}   (trainer_agent.script.inspect)
 Tensors that are not contiguous have their strides after the group.
 """
 
@@ -54,7 +57,8 @@ class Start(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PreviousRun:
-    """`spec` None: nothing was started here, or its files cannot be read. `script`: digest of the script at that time."""
+    """`spec` None: nothing was started here, or its files cannot be read. `script`: digest of the script at
+    that time."""
 
     spec: JobSpec | None = None
     script: str = ""
@@ -112,7 +116,9 @@ def decide(
     if fresh:
         return Plan(Start.NEW, f"job {spec.job} starts from the beginning; {aside}")
     if previous.phase is Phase.FAILED:
-        return Plan(Start.NEW, f"job {spec.job} failed before ({reason}); it starts from the beginning, {aside}")
+        return Plan(
+            Start.NEW, f"job {spec.job} failed before ({reason}); it starts from the beginning, {aside}"
+        )
     what = "is completed" if previous.phase else "is unfinished"
     changes = differences(old, spec)
     _refuse_changes(old, changes, f"job {spec.job} in {folder} {what}")
@@ -123,22 +129,28 @@ def decide(
             msg = f"job {spec.job} in {folder} is completed with another version of {spec.script}"
             raise Conflict(msg, hint="use another name (--job NAME), or --fresh to train it again")
         return Plan(
-            Start.DONE, f"job {spec.job} is completed; --epochs with a higher number trains it longer, --fresh again"
+            Start.DONE,
+            f"job {spec.job} is completed; --epochs with a higher number trains it longer, --fresh again",
         )
     if longer:
         _refuse_longer(previous, spec, folder)
     if spec.checkpoint_kind == "independent" and old.pservers != spec.pservers:
         msg = (
-            f"job {spec.job} in {folder} was made with {old.pservers} parameter servers, {spec.pservers} are asked for: "
+            f"job {spec.job} in {folder} was made with {old.pservers} parameter servers, "
+            f"{spec.pservers} are asked for: "
             "independent checkpoints load only with as many"
         )
         raise Conflict(msg, hint=f"use --pservers {old.pservers}, or --fresh to start from the beginning")
     if different_model := difference(previous.model, model):
         msg = f"job {spec.job} in {folder} {what} and its model has changed: {different_model}"
-        hint = "its checkpoints hold the old model: restore the script, use another name (--job NAME), or --fresh to start from the beginning"
+        hint = (
+            "its checkpoints hold the old model: restore the script, use another name (--job NAME), or "
+            "--fresh to start from the beginning"
+        )
         if is_reordered(previous.model, model):
             hint = (
-                "modules that are made from a set of names change their order with PYTHONHASHSEED: sort the names in the old order, start with the "
+                "modules that are made from a set of names change their order with PYTHONHASHSEED: "
+                "sort the names in the old order, start with the "
                 "PYTHONHASHSEED that the job began with, or use --fresh to start from the beginning"
             )
         raise Conflict(msg, hint=hint)
@@ -161,7 +173,9 @@ def _refuse_changes(old: JobSpec, changes: list[tuple[str, Any, Any]], where: st
     """Raises Conflict if a setting has changed that must not, with the reason."""
     choice = "use another name (--job NAME), the same values, or --fresh to start from the beginning"
     different = [
-        (name, *values) for name, *values in changes if name in FIXED or (name == GROWS and values[1] < values[0])
+        (name, *values)
+        for name, *values in changes
+        if name in FIXED or (name == GROWS and values[1] < values[0])
     ]
     if not different:
         return
@@ -188,8 +202,13 @@ def _refuse_longer(previous: PreviousRun, spec: JobSpec, folder: Path) -> None:
         early = stopped_early(int(previous.result["stopped_step"]))
         raise Conflict(f"{where}: {early.message}", hint=early.hint)
     if previous.phase and spec.checkpoint_kind == "independent":
-        msg = f"{where}, and its checkpoints are independent: none of them holds its last parameters, so it cannot get more epochs"
-        raise Conflict(msg, hint="train a new job that starts with its parameters: --init-from JOB --job NAME")
+        msg = (
+            f"{where}, and its checkpoints are independent: none of them holds its last parameters, so "
+            "it cannot get more epochs"
+        )
+        raise Conflict(
+            msg, hint="train a new job that starts with its parameters: --init-from JOB --job NAME"
+        )
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[tuple[str, Any, Any]]:
@@ -224,7 +243,9 @@ def write_start(folder: Path, script: str, model: Facts | None = None) -> None:
 def parameter_bytes(facts: Facts) -> int:
     """Of the parameters that the optimizer steps, in bytes."""
     trained = [tensor for tensor in facts["tensors"] if tensor[0] == "param" and tensor[4] >= 0]
-    return sum(math.prod(shape) * ELEMENT_BYTES[dtype.removeprefix("torch.")] for _, _, shape, dtype, *_ in trained)
+    return sum(
+        math.prod(shape) * ELEMENT_BYTES[dtype.removeprefix("torch.")] for _, _, shape, dtype, *_ in trained
+    )
 
 
 def difference(then: Facts | None, now: Facts | None) -> str:
@@ -262,7 +283,8 @@ def _tables(then: Facts, now: Facts) -> str:
         return " and ".join(gone[:2])
     changed = [(name, *one) for name, table in old.items() for one in table.differences(new[name])]
     return "".join(
-        f"{what} of embedding table {name} was {was!r}, now it is {now!r}" for name, what, was, now in changed[:1]
+        f"{what} of embedding table {name} was {was!r}, now it is {now!r}"
+        for name, what, was, now in changed[:1]
     )
 
 
@@ -272,7 +294,9 @@ def _tensors(old: list[Any] | None, new: list[Any] | None) -> str:
         assert there is not None
         return f"{KINDS[there[0]]} {there[1]} {_text(there)} {when}"
     if old[1] != new[1]:
-        return f"{KINDS[old[0]]} {old[1]} {_text(old)} was in the place of {KINDS[new[0]]} {new[1]} {_text(new)}"
+        return (
+            f"{KINDS[old[0]]} {old[1]} {_text(old)} was in the place of {KINDS[new[0]]} {new[1]} {_text(new)}"
+        )
     if old[2:4] != new[2:4]:
         return f"{KINDS[old[0]]} {old[1]} was {_text(old)}, now it is {_text(new)}"
     if old[5:] != new[5:]:
@@ -296,8 +320,14 @@ def _optimizers(old: Facts, new: Facts) -> str:
     for number, (before, after) in enumerate(zip(old["groups"], new["groups"], strict=True)):
         for option in before.keys() & after.keys():
             if before[option] != after[option]:
-                return f"the optimizer's {option} was {before[option]!r}, now it is {after[option]!r} (group {number})"
+                return (
+                    f"the optimizer's {option} was {before[option]!r}, now it is {after[option]!r} "
+                    f"(group {number})"
+                )
     for option in old["defaults"].keys() & new["defaults"].keys():  # another torch may know more of them
         if old["defaults"][option] != new["defaults"][option]:
-            return f"the optimizer's {option} was {old['defaults'][option]!r}, now it is {new['defaults'][option]!r}"
+            return (
+                f"the optimizer's {option} was {old['defaults'][option]!r}, now it is "
+                f"{new['defaults'][option]!r}"
+            )
     return ""

@@ -1,7 +1,9 @@
-"""The folder of one job's runs: DATA_DIR/JOB/{spec.json, run.json, lock, etcd/, logs/, checkpoints/, export/, ...}.
+"""The folder of one job's runs: DATA_DIR/JOB/{spec.json, run.json, lock, etcd/, logs/, checkpoints/, export/,
+...}.
 
-One run at a time: the launcher holds a flock on the lock file while it lives, so a crash needs no cleaning up. On a full disk the
-job's etcd cannot go on there, so the run ends with one message (DiskFull) and can be resumed.
+One run at a time: the launcher holds a flock on the lock file while it lives, so a crash needs no cleaning
+up. On a full disk the job's etcd cannot go on there, so the run ends with one message (DiskFull) and can be
+resumed.
 """
 
 from __future__ import annotations
@@ -44,13 +46,16 @@ _WORDS = tuple(os.strerror(number).lower() for number in FULL)
 
 @contextlib.contextmanager
 def locked(data_dir: Path, lock_file: Path, taken: Callable[[str], UsageError]) -> Iterator[None]:
-    """Hold a lock file in a folder of the data directory, with our process id in it. Raises UsageError if it cannot be
-    written, `taken(process)` if another process has it."""
+    """Hold a lock file in a folder of the data directory, with our process id in it. Raises UsageError if it
+    cannot be written, `taken(process)` if another process has it."""
     try:
         private_files.make_folder(lock_file.parent)
         lock = private_files.open_private(lock_file, "a+")
     except OSError as error:
-        msg = f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
+        msg = (
+            f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with "
+            "--data-dir"
+        )
         raise UsageError(msg) from error
     with lock:
         try:
@@ -67,7 +72,8 @@ def locked(data_dir: Path, lock_file: Path, taken: Callable[[str], UsageError]) 
 
 @contextlib.contextmanager
 def opened(data_dir: Path, job: str) -> Iterator[Path]:
-    """The job's folder, locked for this run. Files of an earlier run are still in it (resume.py decides about them).
+    """The job's folder, locked for this run. Files of an earlier run are still in it (resume.py decides about
+    them).
 
     Raises UsageError if it cannot be written or another run has the lock.
     """
@@ -101,7 +107,8 @@ def is_locked(lock_file: Path) -> bool:
 
 
 class TimeSpent:
-    """Seconds that the runs of a job took which resumed each other; the file is correct to KEEP_S if the launcher is killed."""
+    """Seconds that the runs of a job took which resumed each other; the file is correct to KEEP_S if the
+    launcher is killed."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path, self._since = run_dir / TIME_FILE, clock.monotonic()
@@ -149,9 +156,11 @@ def read_run_file(data_dir: Path, job: str | None) -> dict[str, Any] | None:
     return facts
 
 
-def find_run(data_dir: Path | None, job: str | None, options: str = "--data-dir") -> tuple[Path, dict[str, Any]]:
-    """The folder and the facts of a job's run, or of the run that started last. `data_dir` None: TRIREME_DATA_DIR or the default.
-    Raises NotFound, whose hint names `options`."""
+def find_run(
+    data_dir: Path | None, job: str | None, options: str = "--data-dir"
+) -> tuple[Path, dict[str, Any]]:
+    """The folder and the facts of a job's run, or of the run that started last. `data_dir` None:
+    TRIREME_DATA_DIR or the default. Raises NotFound, whose hint names `options`."""
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
     job = allowed_name(job) if job else job
     facts = read_run_file(place, job)
@@ -175,13 +184,16 @@ def find_begun_run(
 
 def other_runs(run_dir: Path) -> list[str]:
     """The names of all other jobs that have runs beside this one."""
-    return sorted(path.parent.name for path in run_dir.parent.glob(f"*/{RUN_FILE}") if path.parent.name != run_dir.name)
+    return sorted(
+        path.parent.name for path in run_dir.parent.glob(f"*/{RUN_FILE}") if path.parent.name != run_dir.name
+    )
 
 
 @contextlib.contextmanager
 def sockets(run_dir: Path) -> Iterator[Path]:
-    """A new folder for UNIX sockets, removed afterwards. It is a temporary folder, because the path of a socket may have only
-    107 bytes; DATA_DIR/JOB/sockets links to it. Folders that killed runs of this user left behind are removed first, whatever they were of."""
+    """A new folder for UNIX sockets, removed afterwards. It is a temporary folder, because the path of a
+    socket may have only 107 bytes; DATA_DIR/JOB/sockets links to it. Folders that killed runs of this user
+    left behind are removed first, whatever they were of."""
     sweep_socket_folders(PREFIX)
     link = run_dir / SOCKETS
     link.unlink(missing_ok=True)
@@ -202,7 +214,10 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            msg = f"port {port} of {host} is not free: {error.strerror}; choose another --port, or 0 for any free one"
+            msg = (
+                f"port {port} of {host} is not free: {error.strerror}; choose another --port, or 0 for "
+                "any free one"
+            )
             raise UsageError(msg) from error
 
 

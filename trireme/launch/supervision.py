@@ -1,8 +1,10 @@
-"""Supervised child processes and an etcd of their own, in one folder: started, started again when they die, stopped in order.
+"""Supervised child processes and an etcd of their own, in one folder: started, started again when they die,
+stopped in order.
 
     async with SomeProcesses(...) as processes:        starts everything
-        await processes.final                          what it ends with, or the error because of which it never can
-                                                       leaving stops everything: role by role, etcd last
+        await processes.final                          what it ends with, or the error because of which it
+                                                       never can leaving stops everything: role by role, etcd
+                                                       last
 
 No child outlives this, however it ends.
 """
@@ -84,8 +86,9 @@ class ClusterSettings:
 
 
 class SupervisedProcesses(ABC, Generic[Ended]):
-    """`folder` gets logs/<child>.log, children.jsonl and etcd/ (an earlier start's etcd data is used again). `start` starts a child.
-    `on_event` gets every start and death. Children by name: `trainer-0`, `etcd`, ..."""
+    """`folder` gets logs/<child>.log, children.jsonl and etcd/ (an earlier start's etcd data is used again).
+    `start` starts a child. `on_event` gets every start and death. Children by name: `trainer-0`, `etcd`,
+    ..."""
 
     grace_s: Mapping[str, float]  # by role, in stopping order
     passed_on: Sequence[str] = PASSED_ON
@@ -171,8 +174,19 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         journal, life = ready.with_suffix(".begun"), ready.with_suffix(".life")
         for file in (ready, journal, life):
             file.unlink(missing_ok=True)  # of an earlier run
-        told = {"TRIREME_NAME": name, READY_FILE: str(ready), begun.FILE: str(journal), life_sign.FILE: str(life)}
-        variables = {**inherited_environment(), **told, **self._common(), **settings, **self.settings.environment}
+        told = {
+            "TRIREME_NAME": name,
+            READY_FILE: str(ready),
+            begun.FILE: str(journal),
+            life_sign.FILE: str(life),
+        }
+        variables = {
+            **inherited_environment(),
+            **told,
+            **self._common(),
+            **settings,
+            **self.settings.environment,
+        }
         log = self.folder / "logs" / f"{name}.log"
         child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._start_child)
         await child.start()
@@ -194,8 +208,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         return self.settings.tokens.environment() if self.settings.tokens is not None else {}
 
     async def _add_masters(self, settings: Mapping[str, str], *logs: str) -> None:
-        """`logs`: patterns of the folders, below this one, where members' logs are. A master that is started again listens where it
-        did before."""
+        """`logs`: patterns of the folders, below this one, where members' logs are. A master that is started
+        again listens where it did before."""
         place = self.folder.absolute()
         folders = json.dumps([f"{glob.escape(str(place))}/{pattern}" for pattern in logs])
         for number in range(1 + self.settings.standbys):
@@ -251,7 +265,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         return RestartPolicy()
 
     def _why_not_without(self, child: Child) -> str:
-        """A child has ended and is not started again, as its policy says: why the others cannot go on without it, or ""."""
+        """A child has ended and is not started again, as its policy says: why the others cannot go on without
+        it, or ""."""
         del child
         return ""
 
@@ -280,7 +295,9 @@ class SupervisedProcesses(ABC, Generic[Ended]):
             if lost is not None and lost.stopped:
                 child.pardon()
             left, again = child.left, policy.starts_again(end.code)
-            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None)
+            delay_s = policy.delay_s(
+                end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None
+            )
             gone = str(lost) if lost is not None else ""
             self._record(death_event(child.name, end, gone, given_up=delay_s is None or not again, left=left))
             await self._mourn(child, end)
@@ -288,7 +305,9 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 self._not_again.add(child.name)
                 if why := self._why_not_without(child):
                     self._fail(
-                        child.name, f"{child.name} ended ({end}), and restart_policy is {policy.when}: {why}", child.log
+                        child.name,
+                        f"{child.name} ended ({end}), and restart_policy is {policy.when}: {why}",
+                        child.log,
                     )
                 return
             if delay_s is None:
@@ -314,13 +333,14 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         return EtcdAccess((etcd.url,), user=etcd.user, password=etcd.password, password_file=file)
 
     async def _connect(self, prefix: str) -> None:
-        """Start etcd, if it is our own, and connect to it. What an earlier start left below `prefix` in our own is dead.
-        Raises DiskFull, Fatal, PeerError."""
+        """Start etcd, if it is our own, and connect to it. What an earlier start left below `prefix` in our
+        own is dead. Raises DiskFull, Fatal, PeerError."""
         if self.settings.etcd is None:
             await self._start_etcd()
         self.etcd = self.etcd_access.connect()
         self._opened.push_async_callback(self.etcd.close)
-        if self.settings.etcd is None:  # leases in another one are not all of processes that were started here
+        # leases in another one are not all of processes that were started here
+        if self.settings.etcd is None:
             await revoke_all_leases(self.etcd, prefix)
 
     async def _start_etcd(self) -> None:
@@ -418,7 +438,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
             raise cancelled
 
     async def stop(self) -> None:
-        """End all children, role by role in the order of `grace_s`, and etcd last. Each role takes at most its grace."""
+        """End all children, role by role in the order of `grace_s`, and etcd last. Each role takes at most
+        its grace."""
         self._stopping = True
         # reading its error prevents a warning about it
         if not self.final.done() or self.final.cancelled() or self.final.exception() is None:

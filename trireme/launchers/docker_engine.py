@@ -1,4 +1,5 @@
-"""The few calls of the Docker Engine's API that the launcher makes, over a UNIX socket or TCP. Each has a limit.
+"""The few calls of the Docker Engine's API that the launcher makes, over a UNIX socket or TCP. Each has a
+limit.
 
     GET  /version                       which version of the API both speak
     GET  /containers/json               by labels
@@ -45,14 +46,20 @@ _INSPECTED: Mapping[str, type] = {"Id": str, "Name": str, "Image": str, "Config"
 _TIMES = (304,)  # it is so already
 _ID = re.compile(r"[0-9a-f]{64}")
 _VERSION = re.compile(r"(\d+)\.(\d+)")
-_ERRORS: Mapping[int, type[TriremeError]] = {400: InvalidArgument, 403: Forbidden, 404: NotFound, 409: Conflict}
+_ERRORS: Mapping[int, type[TriremeError]] = {
+    400: InvalidArgument,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+}
 
 
 class Engine:
     """`address`: `unix:///path/of/docker.sock`, or `tcp://HOST:PORT` without TLS. Use `async with`.
 
-    Raises of all calls: NotFound (a container, image or network), Conflict (a name is taken), Forbidden (a proxy does not let the
-    call through), InvalidArgument (the Engine does not take it), PeerError (it cannot be reached, or failed), DeadlineExceeded.
+    Raises of all calls: NotFound (a container, image or network), Conflict (a name is taken), Forbidden (a
+    proxy does not let the call through), InvalidArgument (the Engine does not take it), PeerError (it cannot
+    be reached, or failed), DeadlineExceeded.
     """
 
     def __init__(self, address: str = DEFAULT) -> None:
@@ -106,7 +113,9 @@ class Engine:
 
     async def stop(self, container: str, grace_s: int) -> None:
         """SIGTERM, then SIGKILL after `grace_s`; returns when it has ended."""
-        await self._call("POST", f"/containers/{container}/stop", {"t": str(grace_s)}, limit_s=grace_s + STOP_S)
+        await self._call(
+            "POST", f"/containers/{container}/stop", {"t": str(grace_s)}, limit_s=grace_s + STOP_S
+        )
 
     async def remove(self, container: str) -> None:
         """Kills it if it runs. Its volumes without a name go, too."""
@@ -129,7 +138,9 @@ class Engine:
         if not self._version:
             self._version = self._common(await self._request("GET", "/version", {}, None, LOOK_S))
         try:
-            return await self._request(method, f"/v{self._version}{path}", query or {}, body, limit_s or LOOK_S)
+            return await self._request(
+                method, f"/v{self._version}{path}", query or {}, body, limit_s or LOOK_S
+            )
         except (PeerError, InvalidArgument):
             self._version = ""  # another Engine may be there now
             raise
@@ -138,7 +149,9 @@ class Engine:
         """As old as this was tested with, or as the Engine still takes."""
         newest = _VERSION.fullmatch(str(about.get("ApiVersion"))) if isinstance(about, dict) else None
         if newest is None:
-            raise PeerError(f"{self.address} does not say which version of the API it speaks; is it a Docker Engine?")
+            raise PeerError(
+                f"{self.address} does not say which version of the API it speaks; is it a Docker Engine?"
+            )
         oldest = _VERSION.fullmatch(str(about.get("MinAPIVersion", "")))
         theirs = int(newest[1]), int(newest[2])
         if theirs < OLDEST:
@@ -152,7 +165,10 @@ class Engine:
         self, method: str, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None, limit_s: float
     ) -> Any:
         what = f"{method} {_ID.sub('{id}', path)}"  # each attempt has the same message
-        headers = {"Accept-Encoding": "identity", **({"Content-Type": "application/json"} if body is not None else {})}
+        headers = {
+            "Accept-Encoding": "identity",
+            **({"Content-Type": "application/json"} if body is not None else {}),
+        }
         data = None if body is None else json.dumps(body).encode()
         try:
             async with asyncio.timeout(limit_s):
@@ -174,7 +190,9 @@ class Engine:
 
     def _with(self, found: Any, fields: Mapping[str, type], what: str) -> dict[str, Any]:
         """`found`, which has these fields. Raises PeerError."""
-        if isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in fields.items()):
+        if isinstance(found, dict) and all(
+            isinstance(found.get(name), kind) for name, kind in fields.items()
+        ):
             return found
         raise self._odd(what)
 
@@ -186,7 +204,9 @@ class Engine:
         async for part in response.content.iter_chunked(1 << 20):
             parts.append(part)
             if (size := size + len(part)) > ANSWER_BYTES:
-                raise TooLarge(f"the answer of {self.address} to {what} has more than {ANSWER_BYTES >> 20} MiB")
+                raise TooLarge(
+                    f"the answer of {self.address} to {what} has more than {ANSWER_BYTES >> 20} MiB"
+                )
         return b"".join(parts)
 
     def _error(self, status: int, what: str, answer: bytes) -> TriremeError:
@@ -195,7 +215,9 @@ class Engine:
         except (ValueError, KeyError, TypeError):
             told = answer[:200].decode(errors="replace").strip() or f"status {status}"
         kind = _ERRORS.get(status, PeerError)
-        hint = "a proxy before it must let the calls through that docs/cluster.md names" if status == 403 else ""
+        hint = (
+            "a proxy before it must let the calls through that docs/cluster.md names" if status == 403 else ""
+        )
         return kind(f"the Docker Engine at {self.address} refused {what}: {told}", hint=hint)
 
     def _unreachable(self, error: Exception) -> PeerError:
@@ -210,7 +232,9 @@ class Engine:
                 return PeerError(f"this user may not open the Docker Engine's socket {path}", hint=hint)
             case ConnectionRefusedError():
                 return PeerError(f"nothing listens at {self.address}: the Docker Engine does not run")
-        return PeerError(f"the Docker Engine at {self.address} cannot be reached: {type(cause).__name__}: {cause}")
+        return PeerError(
+            f"the Docker Engine at {self.address} cannot be reached: {type(cause).__name__}: {cause}"
+        )
 
 
 def _group(path: Path) -> str:

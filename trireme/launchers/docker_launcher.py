@@ -1,14 +1,17 @@
-"""Containers with places for members, beside those of a compose project: each a copy of a container of the service `trainer` or `pserver`.
+"""Containers with places for members, beside those of a compose project: each a copy of a container of the
+service `trainer` or `pserver`.
 
 start ─► inspect one of the service ─► create a copy, labelled ─► networks ─► start
          its process ends ─► the Engine starts it again, also while this launcher is away
 stop  ─► SIGTERM, the service's grace, SIGKILL ─► remove
-look  ─► what the Engine does not run any more (killed or stopped by hand) is removed; whoever sizes the pool starts another
+look  ─► what the Engine does not run any more (killed or stopped by hand) is removed; whoever sizes the pool
+    starts another
 
-Which containers are its own is written at them alone, as labels: a launcher that starts again finds those of the one before. To compose
-they are one-off containers: `up` and `--scale` leave them, `down` takes them away. Image, command, environment, volumes, limits,
-networks, health check and labels of a copy are those of the service, so nothing has to be said twice; its name and the number of places
-are its own, it publishes no port, and the Engine starts it again whatever its end was.
+Which containers are its own is written at them alone, as labels: a launcher that starts again finds those of
+the one before. To compose they are one-off containers: `up` and `--scale` leave them, `down` takes them away.
+Image, command, environment, volumes, limits, networks, health check and labels of a copy are those of the
+service, so nothing has to be said twice; its name and the number of places are its own, it publishes no port,
+and the Engine starts it again whatever its end was.
 """
 
 from __future__ import annotations
@@ -31,12 +34,26 @@ AT_ONCE = 8  # calls that make or end containers
 NAMES = 32  # so many taken names are passed over
 RUNS = ("running", "restarting", "paused")  # by the Engine's own doing
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.-]+")
-PROJECT, SERVICE, ONE_OFF = "com.docker.compose.project", "com.docker.compose.service", "com.docker.compose.oneoff"
+PROJECT, SERVICE, ONE_OFF = (
+    "com.docker.compose.project",
+    "com.docker.compose.service",
+    "com.docker.compose.oneoff",
+)
 CLUSTER, ROLE, ID = "trireme.cluster", "trireme.role", "trireme.id"
-GRACE_S = 60  # for members to save and leave, if the service says nothing; the Engine's own 10 s are too short
+# for members to save and leave, if the service says nothing; the Engine's own 10 s are too short
+GRACE_S = 60
 ENVIRONMENT = {"trainer": "TRIREME_TRAINERS", "pserver": "TRIREME_PSERVERS"}
 # of one container alone
-_CONFIG = ("Hostname", "MacAddress", "AttachStdin", "AttachStdout", "AttachStderr", "OpenStdin", "StdinOnce", "Tty")
+_CONFIG = (
+    "Hostname",
+    "MacAddress",
+    "AttachStdin",
+    "AttachStdout",
+    "AttachStderr",
+    "OpenStdin",
+    "StdinOnce",
+    "Tty",
+)
 _HOST = (
     "PortBindings",
     "PublishAllPorts",
@@ -47,7 +64,8 @@ _HOST = (
     "Binds",
     "Mounts",
 )
-_WITHOUT_NAME = re.compile(r"[0-9a-f]{64}(:|$)")  # a volume that belongs to one container; a new container gets its own
+# a volume that belongs to one container; a new container gets its own
+_WITHOUT_NAME = re.compile(r"[0-9a-f]{64}(:|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +78,9 @@ class _Container:
 
 
 class DockerLauncher:
-    """`project`: of compose. `cluster`: root of its keys in etcd; launchers of other clusters and projects do not touch its
-    containers. There must be one launcher for both. `look` once before its list is used; `run` keeps it true."""
+    """`project`: of compose. `cluster`: root of its keys in etcd; launchers of other clusters and projects do
+    not touch its containers. There must be one launcher for both. `look` once before its list is used; `run`
+    keeps it true."""
 
     def __init__(self, engine: Engine, project: str, cluster: str, on_event: OnEvent) -> None:
         self.engine, self.project, self.cluster = engine, project, cluster
@@ -88,7 +107,8 @@ class DockerLauncher:
                     self._on_event(ChildEvent("launcher", "waiting", error.message))
 
     async def look(self) -> None:
-        """Which containers there are. Those that the Engine does not run are removed. Raises as Engine does."""
+        """Which containers there are. Those that the Engine does not run are removed. Raises as Engine
+        does."""
         async with self._changing:
             listed = await self.engine.containers({PROJECT: self.project, CLUSTER: self.cluster})
             there = {str(each["Labels"][ID]): _container(each) for each in listed if _is_ours(each["Labels"])}
@@ -142,7 +162,9 @@ class DockerLauncher:
         newest = max(own or copies, key=lambda each: int(each["Created"]), default=None)
         if newest is None:
             hint = f"let compose create one: docker compose up --scale {role}=1"
-            raise NotFound(f"compose project {self.project} has no container of service {role} to copy", hint=hint)
+            raise NotFound(
+                f"compose project {self.project} has no container of service {role} to copy", hint=hint
+            )
         return await self.engine.container(str(newest["Id"]))
 
     def _free(self, role: Role, taken: set[str]) -> str:
@@ -167,7 +189,9 @@ class DockerLauncher:
             self._found[name] = _Container(container, role, "running", "", 0)
         return name
 
-    async def _create(self, source: Mapping[str, Any], role: Role, taken: set[str]) -> tuple[str, str, Creation]:
+    async def _create(
+        self, source: Mapping[str, Any], role: Role, taken: set[str]
+    ) -> tuple[str, str, Creation]:
         """Name, id, and what it was made from. Containers of others may have a name already."""
         for _ in range(NAMES):
             name = self._free(role, taken)
@@ -191,7 +215,9 @@ class DockerLauncher:
     def _tell_failing(self, there: Mapping[str, _Container]) -> None:
         failing = {name for name, each in there.items() if each.state == "restarting"}
         for name in failing - self._told:
-            self._on_event(ChildEvent(name, "died", f"{there[name].status}: the Engine starts it again; see its log"))
+            self._on_event(
+                ChildEvent(name, "died", f"{there[name].status}: the Engine starts it again; see its log")
+            )
         self._told = failing
 
 
@@ -211,8 +237,8 @@ def _container(listed: Mapping[str, Any]) -> _Container:
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """`body`: of POST /containers/create. `networks`: those it must be connected to before it starts, with the endpoint in each; an
-    Engine before API 1.44 takes only one in the body."""
+    """`body`: of POST /containers/create. `networks`: those it must be connected to before it starts, with
+    the endpoint in each; an Engine before API 1.44 takes only one in the body."""
 
     body: dict[str, Any]
     networks: Mapping[str, Mapping[str, Any]]
@@ -233,7 +259,12 @@ def copy_of(found: Mapping[str, Any], cluster: str, role: Role, name: str) -> Cr
         "Env": _with(config.get("Env") or (), {"TRIREME_NAME": name, **places}),
         "Labels": {**(config.get("Labels") or {}), ONE_OFF: "True", CLUSTER: cluster, ROLE: role, ID: name},
         "StopTimeout": config.get("StopTimeout") or GRACE_S,
-        "HostConfig": {**host, "Binds": binds, "Mounts": _mounts(found), "RestartPolicy": {"Name": "unless-stopped"}},
+        "HostConfig": {
+            **host,
+            "Binds": binds,
+            "Mounts": _mounts(found),
+            "RestartPolicy": {"Name": "unless-stopped"},
+        },
         "NetworkingConfig": {"EndpointsConfig": {first: networks[first]} if first else {}},
     }
     return Creation(body, {network: endpoint for network, endpoint in networks.items() if network != first})
@@ -253,7 +284,8 @@ def _mounts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _networks(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Names and endpoints. Addresses are the Engine's to give; names of the copied container itself are left out."""
+    """Names and endpoints. Addresses are the Engine's to give; names of the copied container itself are left
+    out."""
     mode = str(found["HostConfig"].get("NetworkMode", ""))
     if mode in ("host", "none") or mode.startswith("container:"):
         return {}

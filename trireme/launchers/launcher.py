@@ -1,9 +1,11 @@
-"""A launcher adds processes to a cluster and takes them away: masters, and host agents with places for members.
+"""A launcher adds processes to a cluster and takes them away: masters, and host agents with places for
+members.
 
-    none (members are started by hand) | processes on this machine (LocalLauncher) | actors of a Ray cluster (ray_launcher.py)
-    containers beside those of a compose project (docker_launcher.py)
+    none (members are started by hand) | processes on this machine (LocalLauncher) | actors of a Ray cluster
+    (ray_launcher.py) containers beside those of a compose project (docker_launcher.py)
 
-What it has started it keeps running: a process that dies is started again, on another machine if its own is lost.
+What it has started it keeps running: a process that dies is started again, on another machine if its own is
+lost.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ OnEvent = Callable[[ChildEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """One process. `id`: also the name of its host agent, so the `agent` of its pool members. `places`: of a host agent, all of kind
-    `role`. `trouble`: why it does not run; it is not started again."""
+    """One process. `id`: also the name of its host agent, so the `agent` of its pool members. `places`: of a
+    host agent, all of kind `role`. `trouble`: why it does not run; it is not started again."""
 
     id: str
     role: Role
@@ -41,8 +43,8 @@ class Launcher(Protocol):
     """Safe to use from one event loop."""
 
     async def start(self, role: Role, count: int) -> Sequence[str]:
-        """`count` masters, or host agents with `count` places together; their ids. They may take a while to run, or to find room.
-        Raises PeerError."""
+        """`count` masters, or host agents with `count` places together; their ids. They may take a while to
+        run, or to find room. Raises PeerError."""
         ...
 
     async def stop(self, ids: Collection[str]) -> None:
@@ -55,9 +57,12 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """More host agents on this machine, beside the one that a local cluster begins with. `add` starts a supervised host agent with so many places of one kind and returns its name; `remove` ends it."""
+    """More host agents on this machine, beside the one that a local cluster begins with. `add` starts a
+    supervised host agent with so many places of one kind and returns its name; `remove` ends it."""
 
-    def __init__(self, add: Callable[[Role, int], Awaitable[str]], remove: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self, add: Callable[[Role, int], Awaitable[str]], remove: Callable[[str], Awaitable[None]]
+    ) -> None:
         self._add, self._remove = add, remove
         self._launched: dict[str, Launched] = {}
 
@@ -69,7 +74,9 @@ class LocalLauncher:
         try:
             name = await self._add(role, count)
         except OSError as error:
-            raise PeerError(f"a host agent for {count} members of kind {role} cannot be started: {error}") from error
+            raise PeerError(
+                f"a host agent for {count} members of kind {role} cannot be started: {error}"
+            ) from error
         self._launched[name] = Launched(name, role, count)
         return [name]
 
@@ -84,7 +91,8 @@ class LocalLauncher:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one process takes of a node of Ray: `CPU=2,GPU=1,memory=8GiB,spot=1`. `amounts`: by name. CPU, GPU and memory (bytes) mean what they say; other names are the cluster's own."""
+    """What one process takes of a node of Ray: `CPU=2,GPU=1,memory=8GiB,spot=1`. `amounts`: by name. CPU, GPU
+    and memory (bytes) mean what they say; other names are the cluster's own."""
 
     amounts: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
 
@@ -120,4 +128,7 @@ class Resources:
         """For an actor in such a bundle."""
         native = {option: self.amounts.get(name, 0) for name, option in _NATIVE.items()}
         own = {name: amount for name, amount in self.amounts.items() if name not in _NATIVE}
-        return {**{name: amount for name, amount in native.items() if amount or name == "num_cpus"}, "resources": own}
+        return {
+            **{name: amount for name, amount in native.items() if amount or name == "num_cpus"},
+            "resources": own,
+        }

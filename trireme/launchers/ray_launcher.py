@@ -1,10 +1,14 @@
 """Masters and host agents on the nodes of a Ray cluster, each an actor that runs one process.
 
-    start ─► placement group: parameter servers and masters spread over nodes, trainers packed ─► one actor for each bundle
-             node lost ─► Ray places its bundles on other nodes, starts the actors there, and they run their processes again
-    stop  ─► SIGTERM, wait, end the actor; its bundle is used by the next `start`, and given back when all of its group are free
+    start ─► placement group: parameter servers and masters spread over nodes, trainers packed
+        ─► one actor for each bundle
+             node lost ─► Ray places its bundles on other nodes, starts the actors there, and they run their
+                 processes again
+    stop  ─► SIGTERM, wait, end the actor; its bundle is used by the next `start`, and given back when all of
+        its group are free
 
-The actors live as long as the process that started them: Ray ends them with it, and their processes die with them.
+The actors live as long as the process that started them: Ray ends them with it, and their processes die with
+them.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ Settings = Callable[[Role, str], Mapping[str, str]]
 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[str]:
-    """To the Ray cluster that this machine is a node of; the node's address. `address`: as `ray.init` takes it (`auto`, HOST:PORT).
-    Raises PeerError."""
+    """To the Ray cluster that this machine is a node of; the node's address. `address`: as `ray.init` takes
+    it (`auto`, HOST:PORT). Raises PeerError."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         await _check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
@@ -52,7 +56,8 @@ async def connected(address: str) -> AsyncIterator[str]:
         )
     except (OSError, ValueError, RuntimeError) as error:  # ConnectionError is an OSError
         hint = (
-            "start Ray on this machine (`ray start --address=HEAD:6379`), and give --address as `ray status` takes it"
+            "start Ray on this machine (`ray start --address=HEAD:6379`), and give --address as `ray "
+            "status` takes it"
         )
         raise PeerError(f"no Ray cluster answers at {address}: {error}", hint=hint) from error
     try:
@@ -93,13 +98,23 @@ class _Actor:
 
 
 class RayLauncher:
-    """Use `async with`: its end stops everything. `settings`: the TRIREME_* variables of a process, TRIREME_DATA_DIR among them.
-    `resources`: of each process. `grace_s`: for a process to leave. Needs `connected`."""
+    """Use `async with`: its end stops everything. `settings`: the TRIREME_* variables of a process,
+    TRIREME_DATA_DIR among them. `resources`: of each process. `grace_s`: for a process to leave. Needs
+    `connected`."""
 
     def __init__(
-        self, settings: Settings, resources: Mapping[Role, Resources], grace_s: Mapping[Role, float], on_event: OnEvent
+        self,
+        settings: Settings,
+        resources: Mapping[Role, Resources],
+        grace_s: Mapping[Role, float],
+        on_event: OnEvent,
     ) -> None:
-        self._settings, self._resources, self._grace_s, self._on_event = settings, resources, grace_s, on_event
+        self._settings, self._resources, self._grace_s, self._on_event = (
+            settings,
+            resources,
+            grace_s,
+            on_event,
+        )
         self._actors: dict[str, _Actor] = {}
         self._batches: list[_Batch] = []
         self._numbers: dict[Role, int] = dict.fromkeys(ROLES, 0)
@@ -123,7 +138,9 @@ class RayLauncher:
 
     async def start(self, role: Role, count: int) -> Sequence[str]:
         """One actor for each master and each place. Raises PeerError."""
-        free = [(batch, bundle) for batch in self._batches if batch.role == role for bundle in batch.free][:count]
+        free = [(batch, bundle) for batch in self._batches if batch.role == role for bundle in batch.free][
+            :count
+        ]
         try:
             if count > len(free):
                 batch = await asyncio.to_thread(self._place, role, count - len(free))
@@ -172,7 +189,9 @@ class RayLauncher:
 
     def _handle_of(self, actor: _Actor) -> Any:
         where = PlacementGroupSchedulingStrategy(
-            actor.batch.group, placement_group_bundle_index=actor.bundle, placement_group_capture_child_tasks=False
+            actor.batch.group,
+            placement_group_bundle_index=actor.bundle,
+            placement_group_capture_child_tasks=False,
         )
         return self._class.options(
             **self._resources[actor.role].options(),
@@ -219,9 +238,13 @@ class RayLauncher:
         grace_s = self._grace_s[actor.role]
         try:
             async with asyncio.timeout(grace_s + ANSWER_S):
-                await asyncio.wrap_future(actor.handle.stop.options(max_task_retries=0).remote(grace_s).future())
+                await asyncio.wrap_future(
+                    actor.handle.stop.options(max_task_retries=0).remote(grace_s).future()
+                )
         except (RayError, TimeoutError) as error:
-            self._on_event(ChildEvent(actor.id, "died", f"killed: it did not leave within {grace_s:g} s: {error}"))
+            self._on_event(
+                ChildEvent(actor.id, "died", f"killed: it did not leave within {grace_s:g} s: {error}")
+            )
         if actor.kept is not None:
             actor.kept.cancel()
         with contextlib.suppress(RayError):
@@ -237,7 +260,8 @@ class RayLauncher:
                 there = ray.available_resources()
                 free = Resources({name: there.get(name, 0.0) for name in each.amounts})
                 text = (
-                    f"Ray has no room yet for {batch.size} with {each} each; {free} are free in all; it waits for nodes"
+                    f"Ray has no room yet for {batch.size} with {each} each; {free} are free in all; "
+                    "it waits for nodes"
                 )
                 self._on_event(ChildEvent(f"{batch.role}s", "waiting", text))
         finally:

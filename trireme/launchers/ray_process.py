@@ -1,7 +1,7 @@
 """One master or host agent in an actor of Ray: this runs on the node that Ray chose for it.
 
-The process listens on the address of its node, and dies with the actor. If the node is lost, Ray starts the actor elsewhere and calls
-`run` again there.
+The process listens on the address of its node, and dies with the actor. If the node is lost, Ray starts the
+actor elsewhere and calls `run` again there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RayProcess:
         self._stopping = False
 
     async def run(self, module: str, settings: Mapping[str, str]) -> int:
-        """`python -m module` with these TRIREME_* variables; its exit code when it has ended. TRIREME_DATA_DIR gets its log. Raises
-        OSError."""
+        """`python -m module` with these TRIREME_* variables; its exit code when it has ended.
+        TRIREME_DATA_DIR gets its log. Raises OSError."""
         if self._stopping:
             return 0
         address = ray.util.get_node_ip_address()

@@ -1,4 +1,5 @@
-"""How many places a launcher should have: as many as the jobs need, between what the user wants at least and allows at most.
+"""How many places a launcher should have: as many as the jobs need, between what the user wants at least and
+allows at most.
 
 needed more  ─► start at once        needed less for IDLE_S ─► stop host agents of which every place is idle, newest first
 """
@@ -35,8 +36,8 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class KindNow:
-    """`needed`: members that the jobs need. `by_agent`: registered members of each host agent, those that leave left out. `idle`: of
-    these, those without a job."""
+    """`needed`: members that the jobs need. `by_agent`: registered members of each host agent, those that
+    leave left out. `idle`: of these, those without a job."""
 
     needed: int
     by_agent: Mapping[str, int]
@@ -51,8 +52,8 @@ class Step:
 
 
 def next_step(now: KindNow, launched: Sequence[Launched], bounds: Bounds, surplus_s: float) -> Step:
-    """`launched`: of this kind, oldest first. `surplus_s`: for how long there have been more than are wanted. Members that others
-    started count as there; those that were launched count before they are registered."""
+    """`launched`: of this kind, oldest first. `surplus_s`: for how long there have been more than are wanted.
+    Members that others started count as there; those that were launched count before they are registered."""
     ours = {each.id for each in launched}
     others = sum(count for agent, count in now.by_agent.items() if agent not in ours)
     have = sum(each.places for each in launched)
@@ -79,8 +80,8 @@ class Pool(Protocol):
 
 @dataclass
 class PoolSize:
-    """`run` it beside a launcher. `connect`: to the leader. `base`: places of the kind that the launcher does not have in its list,
-    and that are there from the start."""
+    """`run` it beside a launcher. `connect`: to the leader. `base`: places of the kind that the launcher does
+    not have in its list, and that are there from the start."""
 
     launcher: Launcher
     bounds: Mapping[Kind, Bounds]
@@ -107,7 +108,9 @@ class PoolSize:
         """Tell an error once while it stays the same; what failed is tried again."""
         if error.message != self._told.get(of):
             self._told[of] = error.message
-            self.on_event(ChildEvent("launcher", "waiting", f"{error.message}{error.hint and f' ({error.hint})'}"))
+            self.on_event(
+                ChildEvent("launcher", "waiting", f"{error.message}{error.hint and f' ({error.hint})'}")
+            )
 
     async def _look(self) -> None:
         async with self.connect() as leader:
@@ -141,7 +144,9 @@ class PoolSize:
         try:
             if step.start:
                 await self.launcher.start(kind, step.start)
-                self.on_event(ChildEvent(f"{kind}s", "grown", f"{step.start} more, because jobs need {now.needed}"))
+                self.on_event(
+                    ChildEvent(f"{kind}s", "grown", f"{step.start} more, because jobs need {now.needed}")
+                )
             if step.stop:
                 await self.launcher.stop(step.stop)
                 self.on_event(ChildEvent(f"{kind}s", "shrunk", f"{', '.join(step.stop)} had nothing to do"))

@@ -1,7 +1,9 @@
-"""The folder of a local cluster: DATA_DIR/_cluster/{cluster.json, cluster.lock, tokens/, etcd/, logs/, host/, jobs/}.
+"""The folder of a local cluster: DATA_DIR/_cluster/{cluster.json, cluster.lock, tokens/, etcd/, logs/, host/,
+jobs/}.
 
-No job can have this name, so `trireme run` never uses the folder. One `trireme up` at a time: it holds a flock while it lives.
-cluster.json is what other commands need to find the cluster; the admin's token lets them in, and only its owner can read it.
+No job can have this name, so `trireme run` never uses the folder. One `trireme up` at a time: it holds a
+flock while it lives. cluster.json is what other commands need to find the cluster; the admin's token lets
+them in, and only its owner can read it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ NAME, FACTS, LOCK = "_cluster", "cluster.json", "cluster.lock"
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """`pid`: of `trireme up`. `url`: of the leader. `token`: of an admin ("": it needs none). `etcd`: as EtcdAccess.facts gives it."""
+    """`pid`: of `trireme up`. `url`: of the leader. `token`: of an admin ("": it needs none). `etcd`: as
+    EtcdAccess.facts gives it."""
 
     folder: Path
     url: str

@@ -1,6 +1,7 @@
 """A host of the pool: registers its places, follows what the leader assigns to them, and runs the processes.
 
-    pool/<kind>/<name>-<kind>-<n>              written here: what the place runs (PlaceKeys in registration.py)
+    pool/<kind>/<name>-<kind>-<n>              written here: what the place runs (PlaceKeys in
+                                               registration.py)
     pool/<kind>/<name>-<kind>-<n>/assignment   followed here: what it shall run (Place)
 
 A place runs the process that the leader has assigned to it, or none:
@@ -9,12 +10,13 @@ A place runs the process that the leader has assigned to it, or none:
       ▲                 │ └─ job is over ─► ended      `─ failed again and again ─► trouble
       └── drained ◄─────┴── assigned to another job or epoch, or to none: SIGTERM, SIGKILL after the grace
 
-A place that ended or is in trouble waits for another assignment. A process never serves two jobs, nor two epochs of one. An attempt of
-a pre- or post-task is run once: `ended` tells its exit code, and it is the leader who tries again.
+A place that ended or is in trouble waits for another assignment. A process never serves two jobs, nor two
+epochs of one. An attempt of a pre- or post-task is run once: `ended` tells its exit code, and it is the
+leader who tries again.
 
-All children are forked from one process that has loaded torch, and die with this one, which has not. While etcd is silent they go on.
-A child that lives on without its lease for too long is ended, and its place starts another process: one watch for each job that has
-children here (trireme/launch/leases.py says what counts).
+All children are forked from one process that has loaded torch, and die with this one, which has not. While
+etcd is silent they go on. A child that lives on without its lease for too long is ended, and its place starts
+another process: one watch for each job that has children here (trireme/launch/leases.py says what counts).
 """
 
 from __future__ import annotations
@@ -99,8 +101,8 @@ class HostAgent:
         return f"<HostAgent {self.settings.name}: {len(self.places)} places>"
 
     async def run(self, stopping: asyncio.Event) -> int:
-        """Offer the places until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
-        CallerError, PeerError."""
+        """Offer the places until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place.
+        Raises Conflict, InvalidArgument, CallerError, PeerError."""
         settings = self.settings
         async with (
             http.session(tls=settings.tls.client()) as client,
@@ -121,14 +123,21 @@ class HostAgent:
             await self._revoke(folder.last_lease)
             members = [self._member(kind, number) for kind in KINDS for number in range(self._count(kind))]
             if not members:
-                raise InvalidArgument("a host without places is of no use: TRIREME_TRAINERS and TRIREME_PSERVERS are 0")
+                raise InvalidArgument(
+                    "a host without places is of no use: TRIREME_TRAINERS and TRIREME_PSERVERS are 0"
+                )
             keys = PlaceKeys(self.etcd, self.keys, members, self.settings.agent_ttl_s, folder.note_lease)
             host = self._host(folder, forks, uds)
             self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
             self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
             self.metrics.registration = keys
-            log.info("registered", host=self.settings.name, url=self.url, **{kind: self._count(kind) for kind in KINDS})
+            log.info(
+                "registered",
+                host=self.settings.name,
+                url=self.url,
+                **{kind: self._count(kind) for kind in KINDS},
+            )
             service.ready()
             forks.prepare()
             service.settled()
@@ -216,7 +225,9 @@ class HostAgent:
     async def _follow(self, kind: Kind) -> None:
         """The assignments of the places of that kind."""
         places = {place.member: place for place in self.places if place.kind == kind}
-        async for batch in self.etcd.watch(self.keys.member(kind, f"{self.settings.name}-{kind}-"), prefix=True):
+        async for batch in self.etcd.watch(
+            self.keys.member(kind, f"{self.settings.name}-{kind}-"), prefix=True
+        ):
             if batch.reset:
                 self._replace(places, batch.kvs)
             for event in batch.events:
@@ -224,7 +235,11 @@ class HostAgent:
                     place.assign(_assignment(event.kv) if event.type == "put" else None)
 
     def _replace(self, places: dict[str, Place], found: Sequence[KeyValue]) -> None:
-        given = {place.member: _assignment(kv) for kv in found if (place := self._place_of(places, kv.key)) is not None}
+        given = {
+            place.member: _assignment(kv)
+            for kv in found
+            if (place := self._place_of(places, kv.key)) is not None
+        }
         for member, place in places.items():
             place.assign(given.get(member))
 
@@ -262,7 +277,9 @@ class FrozenChildren:
     async def _watch(self, job: str) -> None:
         keys = Keys(job, self._host.keys.root)
         lost = LostLeases(await self._lease_ttl_s(keys))
-        await lost.follow(self._host.etcd, keys, self._alive_in(job), partial(self._end, lost), f"{self._host.name}-")
+        await lost.follow(
+            self._host.etcd, keys, self._alive_in(job), partial(self._end, lost), f"{self._host.name}-"
+        )
 
     async def _lease_ttl_s(self, keys: Keys) -> float:
         """Of the job's members, from its spec."""
@@ -298,7 +315,8 @@ class FrozenChildren:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the places of a host share. `environment`: of all children; `start`: starts them. `drain_seconds`: for a child to leave."""
+    """What the places of a host share. `environment`: of all children; `start`: starts them. `drain_seconds`:
+    for a child to leave."""
 
     name: str
     etcd: Etcd
@@ -327,7 +345,9 @@ class Place:
 
     def __repr__(self) -> str:
         work = self._assignment
-        return f"<Place {self.member}: {f'{work.job} epoch {work.epoch}, {self.child!r}' if work else 'idle'}>"
+        return (
+            f"<Place {self.member}: {f'{work.job} epoch {work.epoch}, {self.child!r}' if work else 'idle'}>"
+        )
 
     @property
     def job(self) -> str:
@@ -388,7 +408,9 @@ class Place:
             try:
                 await child.start()
             except OSError as error:
-                self._report(trouble=f"{child.name} cannot be started on {self._host.name}: {error}; it is tried again")
+                self._report(
+                    trouble=f"{child.name} cannot be started on {self._host.name}: {error}; it is tried again"
+                )
                 log.warning("start_failed", member=self.member, job=work.job, cause=str(error))
                 await event_within(self._changed, START_AGAIN_S)
                 continue
@@ -405,7 +427,9 @@ class Place:
                 return
             policy.when, policy.least_s = await self._restarts_of(work.job)
             left = child.left
-            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None)
+            delay_s = policy.delay_s(
+                end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None
+            )
             self.deaths += 1
             cause = death_event(child.name, end, given_up=False, left=left).cause
             log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=cause)
@@ -418,7 +442,8 @@ class Place:
             if delay_s is None:
                 when = "right after its start" if child.was_ready else "before it was ready"
                 message = (
-                    f"{child.name} ended {policy.deaths} times {when} on {self._host.name}, the last time with {end}"
+                    f"{child.name} ended {policy.deaths} times {when} on {self._host.name}, the last "
+                    f"time with {end}"
                 )
                 await self._give_up(f"{message}; the end of its log {child.log}:\n{tail_of(child.log)}")
                 return
@@ -447,7 +472,9 @@ class Place:
         except OSError as error:
             trouble = f"{child.name} cannot be started on {self._host.name}: {error}"
         log.info("task_ended", member=self.member, job=work.job, task=work.task, code=code, cause=trouble)
-        self._report(**told | {"ended": True, "exit_code": code, "trouble": trouble, "output": _output(child.log)})
+        self._report(
+            **told | {"ended": True, "exit_code": code, "trouble": trouble, "output": _output(child.log)}
+        )
         await self._changed.wait()
 
     async def _give_up(self, trouble: str) -> None:
@@ -480,7 +507,9 @@ class Place:
             "TRIREME_ATTEMPT": str(work.attempt),
         }
         environment = {**self._host.environment, **settings}
-        return Child(work.task, [*PYTHON_MODULE, TASK_MODULE], environment, path, self._host.start, group=True)
+        return Child(
+            work.task, [*PYTHON_MODULE, TASK_MODULE], environment, path, self._host.start, group=True
+        )
 
     async def _end_of(self, child: Child) -> Exit | None:
         """Of the process that runs; None if the assignment has changed, and the process was ended for it."""
@@ -531,7 +560,9 @@ def _same(one: Assignment | None, other: Assignment | None) -> bool:
 def _output(log_file: Path) -> str:
     """The end of a task's output; what does not belong into a text is replaced."""
     text = tail_of(log_file, OUTPUT_LINES)
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text[-OUTPUT_CHARACTERS:])
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text[-OUTPUT_CHARACTERS:]
+    )
 
 
 def _may_be_a_job(name: str) -> bool:

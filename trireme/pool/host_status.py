@@ -1,10 +1,11 @@
-"""What a host agent tells of itself: Prometheus' metrics of its places, and whether their processes live and are ready.
+"""What a host agent tells of itself: Prometheus' metrics of its places, and whether their processes live and
+are ready.
 
     /readyz of the agent ─► /readyz of each process      200: ready      503: live, and why it is not ready
                                                          nothing, or no answer in time: not live
 
-A parameter server that loads a checkpoint, and a trainer that builds its model, are live and not ready. Nobody shows a token for
-this: it says nothing of a job.
+A parameter server that loads a checkpoint, and a trainer that builds its model, are live and not ready.
+Nobody shows a token for this: it says nothing of a job.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ REASON_CHARACTERS = 300
 
 
 class WatchedPlace(Protocol):
-    """What is told of a place. `child`: its process; None: it is idle. `deaths`: processes that ended before their job."""
+    """What is told of a place. `child`: its process; None: it is idle. `deaths`: processes that ended before
+    their job."""
 
     kind: Kind
     child: Child | None
@@ -108,10 +110,13 @@ class ProcessHealth:
         return f"<ProcessHealth of {len(self._found)} processes>"
 
     async def of_all(self) -> dict[str, Any]:
-        """`{"processes": {"pserver-0": {"live": true, "ready": false, "reason": "no parameters yet"}}}`, of places with a process."""
+        """`{"processes": {"pserver-0": {"live": true, "ready": false, "reason": "no parameters yet"}}}`, of
+        places with a process."""
         async with self._asking:
             if clock.monotonic() >= self._kept_until:
-                children = {place.short_name: place.child for place in self._places() if place.child is not None}
+                children = {
+                    place.short_name: place.child for place in self._places() if place.child is not None
+                }
                 answers = await asyncio.gather(*(self._of(child) for child in children.values()))
                 self._found = dict(zip(children, answers, strict=True))
                 self._kept_until = clock.monotonic() + KEPT_S

@@ -1,4 +1,5 @@
-"""A cluster on this machine: etcd, masters and one host agent as supervised child processes. Jobs are submitted to its leader.
+"""A cluster on this machine: etcd, masters and one host agent as supervised child processes. Jobs are
+submitted to its leader.
 
 etcd ◄── master-0 … master-K      lead the jobs, one of them the cluster
   ▲──── host-0                    runs the members of the jobs, as the leader assigns them
@@ -36,9 +37,10 @@ REQUEST_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """`trainers`, `pservers`: places from the start. `max_trainers`, `max_pservers`: so many while jobs need them (fewer than from the
-    start: no more than these). `hosts` False: host agents are started by hand. `storage`: path or URL below which the files of jobs go.
-    `job_retention_s`: jobs are deleted so long after their end (None: as the environment says, else never)."""
+    """`trainers`, `pservers`: places from the start. `max_trainers`, `max_pservers`: so many while jobs need
+    them (fewer than from the start: no more than these). `hosts` False: host agents are started by hand.
+    `storage`: path or URL below which the files of jobs go. `job_retention_s`: jobs are deleted so long after
+    their end (None: as the environment says, else never)."""
 
     trainers: int
     pservers: int
@@ -50,7 +52,8 @@ class PoolRequest:
     job_retention_s: float | None = None
 
     def bounds(self, *, beside: bool) -> dict[Kind, Bounds]:
-        """How many places of each kind a launcher may have. `beside`: the places from the start are not its own."""
+        """How many places of each kind a launcher may have. `beside`: the places from the start are not its
+        own."""
         trainers, pservers = (0, 0) if beside else (self.trainers, self.pservers)
         return {
             "trainer": Bounds(trainers, trainers + max(0, self.max_trainers - self.trainers)),
@@ -59,8 +62,8 @@ class PoolRequest:
 
 
 class LocalPool(SupervisedProcesses[None]):
-    """`folder` gets what SupervisedProcesses writes, and host/ with the logs of the jobs' members. `final` is an error if the cluster
-    cannot go on."""
+    """`folder` gets what SupervisedProcesses writes, and host/ with the logs of the jobs' members. `final` is
+    an error if the cluster cannot go on."""
 
     # parameter servers leave before trainers, also those of one host; masters lead until all have left
     grace_s = {  # noqa: RUF012  never changed
@@ -99,10 +102,13 @@ class LocalPool(SupervisedProcesses[None]):
         return self._url
 
     async def leader_url(self) -> str:
-        """Raises DeadlineExceeded if no master leads within `start_timeout_s`; ClusterError if the cluster cannot start."""
+        """Raises DeadlineExceeded if no master leads within `start_timeout_s`; ClusterError if the cluster
+        cannot start."""
         timeout_s = self.start_timeout_s
         if not await self._unless_over(event_within(self._led, timeout_s)):
-            msg = f"no master leads the cluster after {timeout_s:g} s; their logs are in {self.folder / 'logs'}"
+            msg = (
+                f"no master leads the cluster after {timeout_s:g} s; their logs are in {self.folder / 'logs'}"
+            )
             raise DeadlineExceeded(msg)
         return self.url
 
@@ -126,11 +132,14 @@ class LocalPool(SupervisedProcesses[None]):
         """One agent for all places from the start; a launcher adds others when jobs need more."""
         if self.request.trainers + self.request.pservers:
             places = {"TRIREME_TRAINERS": self.request.trainers, "TRIREME_PSERVERS": self.request.pservers}
-            await self._add_host("host", self.folder / "host", {name: str(count) for name, count in places.items()})
+            await self._add_host(
+                "host", self.folder / "host", {name: str(count) for name, count in places.items()}
+            )
         self._size_with(LocalLauncher(self._add_hosts, self._remove_host), beside=True)
 
     def _size_with(self, launcher: Launcher, *, beside: bool) -> None:
-        """The launcher starts more members when jobs need them. `beside`: the places from the start are not its own."""
+        """The launcher starts more members when jobs need them. `beside`: the places from the start are not
+        its own."""
         bounds = self.request.bounds(beside=beside)
         if any(each.most > each.least for each in bounds.values()):
             self.run_beside(PoolSize(launcher, bounds, self.leader, self._record).run())
@@ -183,7 +192,8 @@ class LocalPool(SupervisedProcesses[None]):
         return False
 
     async def _mourn(self, child: Child, end: Exit) -> None:
-        """A standby leads at once. A host agent that starts again revokes the lease of the one before itself."""
+        """A standby leads at once. A host agent that starts again revokes the lease of the one before
+        itself."""
         del end
         with contextlib.suppress(TriremeError, TimeoutError):  # etcd is away: the lease expires by itself
             await revoke_lock_of(self.etcd, self._keys.lock, child.name)

@@ -1,4 +1,5 @@
-"""A cluster on the nodes of a Ray cluster: masters and host agents are actors there; etcd, unless there is one, runs on this machine."""
+"""A cluster on the nodes of a Ray cluster: masters and host agents are actors there; etcd, unless there is
+one, runs on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ FOLDER = Path("/tmp/trireme-ray")  # noqa: S108  on each node; named in the docu
 
 @dataclass(frozen=True, slots=True)
 class RayRequest:
-    """`address`: of the Ray cluster. `resources`: of each process. `node_dir`: logs and scripts on each node go below it."""
+    """`address`: of the Ray cluster. `resources`: of each process. `node_dir`: logs and scripts on each node
+    go below it."""
 
     address: str = "auto"
     resources: Mapping[Role, Resources] = field(default_factory=lambda: {role: Resources() for role in ROLES})
@@ -69,7 +71,10 @@ class RayPool(LocalPool):
 
     async def _start_hosts(self) -> None:
         assert self._launcher is not None
-        counts: tuple[tuple[Role, int], ...] = (("pserver", self.request.pservers), ("trainer", self.request.trainers))
+        counts: tuple[tuple[Role, int], ...] = (
+            ("pserver", self.request.pservers),
+            ("trainer", self.request.trainers),
+        )
         for role, count in counts:
             if count:
                 await self._launcher.start(role, count)
@@ -86,15 +91,21 @@ class RayPool(LocalPool):
         common = self._common()
         if role == "master":
             port = self.settings.port if name == "master-0" else 0
-            logs = json.dumps([f"{glob.escape(str(self._ray.node_dir))}/*/logs"])  # of members on the master's node
-            served = {"TRIREME_STORAGE": self.request.storage, "TRIREME_PORT": str(port), "TRIREME_LOGS": logs}
+            # of members on the master's node
+            logs = json.dumps([f"{glob.escape(str(self._ray.node_dir))}/*/logs"])
+            served = {
+                "TRIREME_STORAGE": self.request.storage,
+                "TRIREME_PORT": str(port),
+                "TRIREME_LOGS": logs,
+            }
             return {**common, **own, **served}
         places = {"TRIREME_TRAINERS": int(role == "trainer"), "TRIREME_PSERVERS": int(role == "pserver")}
         cores = {"TRIREME_CORES": self._ray.resources[role].cores}
         return {**common, **own, **{key: str(count) for key, count in (places | cores).items()}}
 
     def _token_settings(self) -> dict[str, str]:
-        """The nodes do not see the files here: they get the token of members, and the table, which is no secret, by value."""
+        """The nodes do not see the files here: they get the token of members, and the table, which is no
+        secret, by value."""
         tokens = self.settings.tokens
         if tokens is None:
             return {}
@@ -104,4 +115,6 @@ class RayPool(LocalPool):
     def _on_launcher_event(self, event: ChildEvent) -> None:
         self._record(event)
         if event.what == "given_up" and event.child.startswith("master-"):
-            self._end_with(ClusterError(f"{event.child} cannot run on Ray: {event.cause}", child=event.child, tail=""))
+            self._end_with(
+                ClusterError(f"{event.child} cannot run on Ray: {event.cause}", child=event.child, tail="")
+            )

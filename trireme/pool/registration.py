@@ -1,14 +1,15 @@
 """What a host agent keeps of its places: their keys in the pool, and its folder.
 
-PlaceKeys keeps the keys of a host's places, `pool/<kind>/<member>`, under one lease and equal to the wanted records:
+PlaceKeys keeps the keys of a host's places, `pool/<kind>/<member>`, under one lease and equal to the wanted
+    records:
     claim (create = 0) ─► hold: renew the lease, write what was `set` ─► another agent has a key: lost
                            └─ lease over ─► a new one as soon as etcd answers, and every key is written again
-Unlike a member of a job an agent needs no fence: what its children may do is decided by their own keys. So while etcd is silent, or
-has lost the lease, nothing is stopped here.
+Unlike a member of a job an agent needs no fence: what its children may do is decided by their own keys. So
+while etcd is silent, or has lost the lease, nothing is stopped here.
 
-HostFolder is DATA_DIR/{agent.lock, agent.json, logs/<job>/<member>-<epoch>.log, sources/, sockets}. One agent at a time: it holds a
-flock while it lives. So whoever gets the lock knows that the agent before is dead, and may revoke the lease that agent.json names
-instead of waiting until it runs out.
+HostFolder is DATA_DIR/{agent.lock, agent.json, logs/<job>/<member>-<epoch>.log, sources/, sockets}. One agent
+at a time: it holds a flock while it lives. So whoever gets the lock knows that the agent before is dead, and
+may revoke the lease that agent.json names instead of waiting until it runs out.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ log = telemetry.logger("registration")
 
 
 class PlaceKeys:
-    """`records`: the wanted values by key; their lease is filled in. `on_lease` is called with the id of each new lease."""
+    """`records`: the wanted values by key; their lease is filled in. `on_lease` is called with the id of each
+    new lease."""
 
     def __init__(
         self,
@@ -65,8 +67,8 @@ class PlaceKeys:
         return self._lease is not None and self._lease.alive
 
     async def claim(self, limit_s: float) -> None:
-        """Create all keys. Waits for those of an agent whose lease has to run out. Raises Conflict if another agent still has one
-        after `limit_s`, PeerError if etcd does not answer for so long."""
+        """Create all keys. Waits for those of an agent whose lease has to run out. Raises Conflict if another
+        agent still has one after `limit_s`, PeerError if etcd does not answer for so long."""
         deadline = clock.monotonic() + limit_s
         while True:
             try:
@@ -86,7 +88,8 @@ class PlaceKeys:
             await asyncio.sleep(ids.jitter(PAUSE_S))
 
     async def hold(self) -> None:
-        """Keep the lease and the values; returns when the keys are released, or another agent has one of them."""
+        """Keep the lease and the values; returns when the keys are released, or another agent has one of
+        them."""
         async with asyncio.TaskGroup() as group:
             writing = group.create_task(self._keep_values())
             while not (self._lost or self._released):
@@ -98,7 +101,8 @@ class PlaceKeys:
                 writing.cancel()
 
     def set(self, key: str, **fields: Any) -> None:
-        """Change a wanted record; `hold` writes it, again while etcd is away. Nothing is written if it is equal."""
+        """Change a wanted record; `hold` writes it, again while etcd is away. Nothing is written if it is
+        equal."""
         record = self.records[key].model_copy(update=fields)
         if record != self.records[key]:
             self.records[key] = record
@@ -154,18 +158,23 @@ class PlaceKeys:
                 return
 
     async def _write(self, keys: Iterable[str]) -> str:
-        """Make etcd's values of these keys equal to the records; the key that another agent has, "": none. Raises PeerError,
-        LeaseLost: not all may be written."""
+        """Make etcd's values of these keys equal to the records; the key that another agent has, "": none.
+        Raises PeerError, LeaseLost: not all may be written."""
         assert self._lease is not None
         for batch in _batches(sorted(keys)):
             while True:
                 self._lease.check()
                 found = await self._etcd.txn([], [Get(key) for key in batch])
                 held = {key: found.range(place).first for place, key in enumerate(batch)}
-                if taken := next((key for key, kv in held.items() if kv is not None and not self._is_mine(kv)), ""):
+                if taken := next(
+                    (key for key, kv in held.items() if kv is not None and not self._is_mine(kv)), ""
+                ):
                     return taken
-                # mod, not create: a write whose answer was lost must not arrive late and put an old value back
-                proofs = [Compare.mod(key, "==", 0 if kv is None else kv.mod_revision) for key, kv in held.items()]
+                # mod, not create: a write whose answer was lost must not arrive late and put an old value
+                # back
+                proofs = [
+                    Compare.mod(key, "==", 0 if kv is None else kv.mod_revision) for key, kv in held.items()
+                ]
                 with contextlib.suppress(OutcomeUnknown):
                     if (await self._etcd.txn(proofs, [self._put(key) for key in batch])).succeeded:
                         break
@@ -228,5 +237,7 @@ def opened_folder(place: Path) -> Iterator[HostFolder]:
         except OSError as error:
             owner = (read_json(place / AGENT_FILE) or {}).get("pid", "unknown")
             msg = f"another host agent (process {owner}) uses {place}"
-            raise Conflict(msg, hint="give each agent a TRIREME_DATA_DIR and a TRIREME_NAME of its own") from error
+            raise Conflict(
+                msg, hint="give each agent a TRIREME_DATA_DIR and a TRIREME_NAME of its own"
+            ) from error
         yield HostFolder(place)

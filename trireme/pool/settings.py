@@ -1,4 +1,5 @@
-"""Settings of a host agent, from the environment: TRIREME_ETCD, TRIREME_TRAINERS, TRIREME_PSERVERS, TRIREME_NAME, ..."""
+"""Settings of a host agent, from the environment: TRIREME_ETCD, TRIREME_TRAINERS, TRIREME_PSERVERS,
+TRIREME_NAME, ..."""
 
 from __future__ import annotations
 
@@ -17,13 +18,25 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 _GPU = re.compile(r"nvidia\d+")
 # settings of the agent alone; all other TRIREME_* variables of its environment reach its children
 OWN = (
-    *("JOB", "SPEC", "TRAINERS", "PSERVERS", "NAME", "DATA_DIR", "PORT", "AGENT_TTL_S", "READY_FILE", "SOURCES"),
+    *(
+        "JOB",
+        "SPEC",
+        "TRAINERS",
+        "PSERVERS",
+        "NAME",
+        "DATA_DIR",
+        "PORT",
+        "AGENT_TTL_S",
+        "READY_FILE",
+        "SOURCES",
+    ),
     *("NODE", "CORES", "BEGUN_FILE", "LAST_END"),
 )
 
 
 def gpus() -> int:
-    """How many NVIDIA GPUs this host has; 0 if CUDA_VISIBLE_DEVICES hides them. torch is not loaded for this."""
+    """How many NVIDIA GPUs this host has; 0 if CUDA_VISIBLE_DEVICES hides them. torch is not loaded for
+    this."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0
     return sum(bool(_GPU.fullmatch(path.name)) for path in Path("/dev").glob("nvidia*"))
@@ -35,10 +48,11 @@ def default_trainers() -> int:
 
 
 class Settings(MemberSettings):
-    """`trainers`, `pservers`: places of each kind. `name`: of this host in the pool; its places are `<name>-trainer-0`, ... `data_dir`:
-    logs and scripts. `node`: the machine's name in the pool, by which members are placed together or apart ("": its host name).
-    `cores`: how many of them the places share (0: all). `agent_ttl_s`: TTL of the places' lease, so how long the places of a dead
-    host are waited for. `drain_seconds`: how long a child may take to leave. Durations in seconds."""
+    """`trainers`, `pservers`: places of each kind. `name`: of this host in the pool; its places are
+    `<name>-trainer-0`, ... `data_dir`: logs and scripts. `node`: the machine's name in the pool, by which
+    members are placed together or apart ("": its host name). `cores`: how many of them the places share (0:
+    all). `agent_ttl_s`: TTL of the places' lease, so how long the places of a dead host are waited for.
+    `drain_seconds`: how long a child may take to leave. Durations in seconds."""
 
     job: str = ""
     name: str = Field(
@@ -57,4 +71,6 @@ class Settings(MemberSettings):
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """What children get of an agent's own TRIREME_* variables."""
     own = {f"TRIREME_{name}" for name in OWN}
-    return {name: value for name, value in environment.items() if name.startswith("TRIREME_") and name not in own}
+    return {
+        name: value for name, value in environment.items() if name.startswith("TRIREME_") and name not in own
+    }

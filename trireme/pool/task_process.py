@@ -1,9 +1,10 @@
-"""`python -m trireme.pool.task_process`: one attempt of a pre- or post-task of a job, as the child of a host agent.
+"""`python -m trireme.pool.task_process`: one attempt of a pre- or post-task of a job, as the child of a host
+agent.
 
 etcd ─► the job's record and script ─► /bin/sh -c command, or function() in this process ─► its exit code
 
-Everything that the task starts is of this process's group. The agent signals the group. If the agent dies, the group is killed, so
-that no attempt goes on that nobody knows of.
+Everything that the task starts is of this process's group. The agent signals the group. If the agent dies,
+the group is killed, so that no attempt goes on that nobody knows of.
 """
 
 from __future__ import annotations
@@ -94,7 +95,11 @@ async def _begin(settings: Settings) -> tuple[ClusterJob, Path]:
 
 def _run(job: ClusterJob, task: JobTask, script: Path) -> int:
     """In the script's folder."""
-    told = {"TRIREME_STORAGE": job.spec.storage, "TRIREME_SCRIPT": str(script), "TRIREME_STANDING": str(job.standing)}
+    told = {
+        "TRIREME_STORAGE": job.spec.storage,
+        "TRIREME_SCRIPT": str(script),
+        "TRIREME_STANDING": str(job.standing),
+    }
     os.environ.update(told)
     os.chdir(script.parent)
     if task.function:

@@ -1,5 +1,5 @@
-"""A metric by step in a terminal: a chart of braille dots (asterisks where the terminal has no such characters), one for each metric, and
-the same in one line. Nothing depends on colour.
+"""A metric by step in a terminal: a chart of braille dots (asterisks where the terminal has no such
+characters), one for each metric, and the same in one line. Nothing depends on colour.
 
 points (step, value) ─► lines from point to point on a grid of dots ─► rows of characters between axes
 """
@@ -43,8 +43,8 @@ def shows_braille(encoding: str | None) -> bool:
 def chart(
     name: str, points: Points, width: int, *, rows: int = ROWS, braille: bool = True, unit: str = "step"
 ) -> list[str]:
-    """Lines of at most `width` characters (at least LEAST_COLUMNS for the chart). `points`: by step, at least one, all finite. `unit`: of
-    what they are by."""
+    """Lines of at most `width` characters (at least LEAST_COLUMNS for the chart). `points`: by step, at least
+    one, all finite. `unit`: of what they are by."""
     values = [value for _, value in points]
     if len(points) == 1:
         return [f"{name} {number(values[0])} at {unit} {points[0][0]:.0f}"]
@@ -117,7 +117,9 @@ def _drawn(points: Points, least: float, most: float, columns: int, rows: int, *
     cells = [[0] * columns for _ in range(rows)]
     for x, y in _dots(points, least, most, columns * wide, rows * high):
         cells[y // high][x // wide] |= _BITS[y % high][x % wide] if braille else 1
-    shown = (lambda cell: chr(_EMPTY + cell) if cell else " ") if braille else (lambda cell: "*" if cell else " ")
+    shown = (
+        (lambda cell: chr(_EMPTY + cell) if cell else " ") if braille else (lambda cell: "*" if cell else " ")
+    )
     return ["".join(map(shown, row)) for row in cells]
 
 

@@ -1,4 +1,5 @@
-"""children.jsonl in a run's folder: which processes the launcher started, and how they ended. Other commands read it."""
+"""children.jsonl in a run's folder: which processes the launcher started, and how they ended. Other commands
+read it."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ EVENTS_FILE = "children.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ChildEvent:
-    """`what`: started, died, lost_lease (ended because of that), held_up (its code keeps the interpreter), given_up (died, and is not started again), restarted, finished,
-    left (the job was resized), lease_left, unrecorded (the file cannot be written); of a launcher: grown, shrunk, waiting (for
-    what). `cause`: how it ended."""
+    """`what`: started, died, lost_lease (ended because of that), held_up (its code keeps the interpreter),
+    given_up (died, and is not started again), restarted, finished, left (the job was resized), lease_left,
+    unrecorded (the file cannot be written); of a launcher: grown, shrunk, waiting (for what). `cause`: how it
+    ended."""
 
     child: str
     what: str

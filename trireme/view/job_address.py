@@ -1,6 +1,7 @@
-"""A client for a job's address: a master's URL, that of a job in a cluster (`http://HOST:PORT/v1/jobs/NAME`), or
-`etcd+http://HOST:PORT/JOB` or `etcd+unix:///SOCKET/JOB` for a job without a master. Commands call through it whichever master leads, and
-wait for operations (a checkpoint, a restore), also while one master takes over from another.
+"""A client for a job's address: a master's URL, that of a job in a cluster (`http://HOST:PORT/v1/jobs/NAME`),
+or `etcd+http://HOST:PORT/JOB` or `etcd+unix:///SOCKET/JOB` for a job without a master. Commands call through
+it whichever master leads, and wait for operations (a checkpoint, a restore), also while one master takes over
+from another.
 
 RUNNING --long polls--> DONE: the operation     FAILED: its error     still RUNNING at the end: DeadlineExceeded
 """
@@ -48,8 +49,9 @@ def masterless_address(etcd_url: str, job: str) -> str:
 
 
 def client_of(url: str, token: str = "", timeout_s: float = TIMEOUT_S) -> AsyncClient:
-    """A client of the master at `url`. It raises an error at once if nobody leads there, because a command looks up the next leader's
-    address itself; of several addresses (with commas) it asks the one that leads."""
+    """A client of the master at `url`. It raises an error at once if nobody leads there, because a command
+    looks up the next leader's address itself; of several addresses (with commas) it asks the one that
+    leads."""
     masters = url.partition(JOBS)[0]
     return AsyncClient(masters, token=token, timeout_s=timeout_s, wait_for_leader="," in masters)
 
@@ -63,13 +65,16 @@ async def open_job(address: str, *, token: str = "", timeout_s: float = TIMEOUT_
         return
     endpoint, _, job = address.removeprefix(MASTERLESS).rpartition("/")
     if "//" not in endpoint or not job:
-        raise InvalidArgument(f"{without_user(address)} names no masterless job; write etcd+http://HOST:PORT/JOB")
+        raise InvalidArgument(
+            f"{without_user(address)} names no masterless job; write etcd+http://HOST:PORT/JOB"
+        )
     from trireme.view.masterless_client import MasterlessClient  # noqa: PLC0415
     from trireme_shared.platform.membership.etcd_access import split  # noqa: PLC0415
     from trireme_shared.platform.membership.settings import MemberSettings  # noqa: PLC0415
     from trireme_shared.protocol.keys import Keys  # noqa: PLC0415  not loaded for a job with a master
 
-    etcd = MemberSettings(job=job, etcd=split(endpoint)).connect()  # the user, say, is that of the environment
+    # the user, say, is that of the environment
+    etcd = MemberSettings(job=job, etcd=split(endpoint)).connect()
     masterless = MasterlessClient(etcd, Keys(job))
     following = asyncio.ensure_future(masterless.run())
     try:
@@ -84,8 +89,8 @@ async def open_job(address: str, *, token: str = "", timeout_s: float = TIMEOUT_
 async def wait_for_operation(
     connect: Connect, operation: Operation, wait_s: float, report: Callable[[str], None]
 ) -> Operation:
-    """The operation once it is DONE; `report` gets what it waits for. Raises the operation's error if it FAILED, and
-    DeadlineExceeded if it is still RUNNING after `wait_s`; then it goes on."""
+    """The operation once it is DONE; `report` gets what it waits for. Raises the operation's error if it
+    FAILED, and DeadlineExceeded if it is still RUNNING after `wait_s`; then it goes on."""
     deadline, reported = clock.monotonic() + wait_s, ""
     name = operation.operation_id
     while operation.running:
@@ -105,7 +110,9 @@ async def wait_for_operation(
 
 
 async def _polled(connect: Connect, operation_id: str, wait_s: float) -> Operation:
-    return await call_any_master(connect, lambda client, job: client.get_operation(job, operation_id, wait_s=wait_s))
+    return await call_any_master(
+        connect, lambda client, job: client.get_operation(job, operation_id, wait_s=wait_s)
+    )
 
 
 async def call_any_master(connect: Connect, call: Callable[[AnyClient, str], Awaitable[R]]) -> R:

@@ -1,9 +1,13 @@
-"""What the terminal of `trireme run` shows while the job runs: its progress and events, and what the script prints in trainers.
+"""What the terminal of `trireme run` shows while the job runs: its progress and events, and what the script
+prints in trainers.
 
-ProgressReporter    asks the master twice a second and shows what changed; if no master answers, it is asked again
-ScriptOutput        log files of trainers ─► what was written since ─► lines that are not ours ─► so many of each trainer ─► Display.output
+ProgressReporter    asks the master twice a second and shows what changed; if no master answers, it is asked
+    again
+ScriptOutput        log files of trainers ─► what was written since ─► lines that are not ours
+    ─► so many of each trainer ─► Display.output
 
-The log files keep everything. What a terminal could not show, or what would hide the progress, is counted and told.
+The log files keep everything. What a terminal could not show, or what would hide the progress, is counted and
+told.
 """
 
 from __future__ import annotations
@@ -72,7 +76,10 @@ CONSEQUENCES = {
         "other trainers take its lanes, no record is lost",
         "the job waits for it, no record is lost",
     ),
-    ("trainer", Mode.ASYNC): ("other trainers continue its tasks where the ledgers stand", "the job waits for it"),
+    ("trainer", Mode.ASYNC): (
+        "other trainers continue its tasks where the ledgers stand",
+        "the job waits for it",
+    ),
     ("pserver", Mode.ASYNC): (
         "it returns with its newest checkpoint, the others go on; without one the job starts over",
         BACK,
@@ -89,7 +96,9 @@ BLOCK_BYTES = 1 << 20  # of one file at once
 BEHIND_BYTES = 4 << 20  # what is further behind is left out without being read
 LINE_CHARACTERS = 2000
 LINE_BYTES = 64 << 10  # a longer line is cut
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]"
+)
 
 Shown = Sequence[tuple[str, str]]  # member and line
 
@@ -100,15 +109,19 @@ def too_few_tasks(spec: JobSpec, tasks: int, task_records: int) -> str:
         return ""
     made = f"{tasks} task{'' if tasks == 1 else 's'} of {task_records} records"
     return (
-        f"an epoch has {made} for {spec.trainers} trainers: {spec.trainers - tasks} of them will have nothing to do; "
+        f"an epoch has {made} for {spec.trainers} trainers: {spec.trainers - tasks} of them will "
+        "have nothing to do; "
         "set a smaller records_per_task"
     )
 
 
 class ProgressReporter:
-    """Shows progress and events on `screen`. `restarts`: by child. The last loss and step are kept for the summary."""
+    """Shows progress and events on `screen`. `restarts`: by child. The last loss and step are kept for the
+    summary."""
 
-    def __init__(self, spec: JobSpec, screen: Display, restarts: Mapping[str, int] = MappingProxyType({})) -> None:
+    def __init__(
+        self, spec: JobSpec, screen: Display, restarts: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         """`restarts`: before the job was resumed."""
         self._spec, self._mode = spec, spec.mode
         self._counted = False  # whether the tasks of an epoch are known
@@ -132,11 +145,15 @@ class ProgressReporter:
                 then = "; ".join([*self._consequence(event.child), "it is started again"])
                 self._screen.event(f"{event.child} {what} ({event.cause}, pid {event.pid}): {then}")
             case "given_up":
-                self._screen.event(f"{event.child} died ({event.cause}, pid {event.pid}): it is not started again")
+                self._screen.event(
+                    f"{event.child} died ({event.cause}, pid {event.pid}): it is not started again"
+                )
             case "restarted":
                 self.restarts[event.child] += 1
             case "unrecorded":
-                self._screen.event(f"what happens to members is not recorded for other commands ({event.cause})")
+                self._screen.event(
+                    f"what happens to members is not recorded for other commands ({event.cause})"
+                )
             case "lease_left":
                 self._screen.event(
                     f"{event.child}: its lease could not be revoked ({event.cause}); it expires by itself"
@@ -170,7 +187,9 @@ class ProgressReporter:
             who = ("etcd", etcd_silent_s) if etcd_silent_s else ("the master", silent_s)
             progress = progress_of(self._last, self.restarts.total())
             stalled = f"waiting for {who[0]}, silent for {who[1]:.0f} s"
-            self._screen.show(replace(progress, stalled=stalled, eta_s=None, records_per_s=None), clock.monotonic())
+            self._screen.show(
+                replace(progress, stalled=stalled, eta_s=None, records_per_s=None), clock.monotonic()
+            )
 
     async def last_counts(self, connect: Connect) -> Counts:
         """The counts for the summary, as far as the master still answers."""
@@ -229,12 +248,14 @@ class ProgressReporter:
 def is_of_script(line: bytes) -> bool:
     """Whether our logger did not write it: ours are JSON objects with these names."""
     return not (
-        line.startswith(b'{"') and all(name in line for name in (b'"event": ', b'"service": ', b'"timestamp": '))
+        line.startswith(b'{"')
+        and all(name in line for name in (b'"event": ', b'"service": ', b'"timestamp": '))
     )
 
 
 def shown(line: bytes) -> str:
-    """As a terminal would leave it: of a progress bar the last state. Without what would move the cursor, without tokens."""
+    """As a terminal would leave it: of a progress bar the last state. Without what would move the cursor,
+    without tokens."""
     text = line[:LINE_BYTES].decode(errors="replace").rstrip("\r").rpartition("\r")[2]
     text = redacted(_CONTROL.sub("", text))
     return text if len(text) <= LINE_CHARACTERS else f"{text[:LINE_CHARACTERS]}…"

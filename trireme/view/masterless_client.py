@@ -1,4 +1,5 @@
-"""The client of a masterless job: reads from etcd what a master's REST API would answer, and gives the same records.
+"""The client of a masterless job: reads from etcd what a master's REST API would answer, and gives the same
+records.
 
 etcd+http://127.0.0.1:2379/digits ─► WatchedJob (one watch) ─► the records that a master would give
 create or restore a checkpoint: written into etcd as an operation, carried out by the trainer that sweeps
@@ -47,8 +48,8 @@ WATCHED_S = STILL_S + 1.0
 
 
 class MasterlessClient:
-    """The methods of AsyncClient for a job without a master; the job that they name is this one. Run `run()`; methods raise NotReady
-    until the job is open."""
+    """The methods of AsyncClient for a job without a master; the job that they name is this one. Run `run()`;
+    methods raise NotReady until the job is open."""
 
     def __init__(
         self,
@@ -82,7 +83,9 @@ class MasterlessClient:
                 await self._view.until(lambda view: view.is_open, f"job {self._keys.job} to be open")
         except TimeoutError as error:
             msg = f"job {self._keys.job} could not be read within {timeout_s:g} s: {self._view!r}"
-            raise DeadlineExceeded(msg, hint="is its etcd reachable, and has a trainer opened the job?") from error
+            raise DeadlineExceeded(
+                msg, hint="is its etcd reachable, and has a trainer opened the job?"
+            ) from error
 
     async def get_job(self, _: str) -> JobView:
         """The record of a master's `GET /v1/jobs/{job}`; `master` is the trainer that sweeps."""
@@ -101,7 +104,8 @@ class MasterlessClient:
         return view.with_fields(progress=progress.with_fields(records_per_s=rate, eta_s=eta_s))
 
     async def explain_job(self, _: str) -> Explanation:
-        """Does what AsyncClient does. The job is watched for WATCHED_S, because nobody else knows when it last made progress."""
+        """Does what AsyncClient does. The job is watched for WATCHED_S, because nobody else knows when it
+        last made progress."""
         job, began, moved_at = self._view.job, clock.monotonic(), float("-inf")
         first = before = job.records_done
         while clock.monotonic() - began < WATCHED_S and not self._view.job.state.phase.final:
@@ -138,18 +142,24 @@ class MasterlessClient:
         for checkpoint in render.checkpoints(self._view.job, MANY, "").checkpoints:
             yield checkpoint
 
-    async def create_checkpoint(self, _: str, *, key: str, cause: str = "", limit_s: float = 600.0) -> Operation:
+    async def create_checkpoint(
+        self, _: str, *, key: str, cause: str = "", limit_s: float = 600.0
+    ) -> Operation:
         """Does what AsyncClient does. Raises Conflict."""
         return await self._operations().create_checkpoint(key, cause or "requested through etcd", limit_s)
 
     async def restore_checkpoint(self, _: str, checkpoint_id: str, *, key: str) -> Operation:
         """Does what AsyncClient does. Raises Conflict, NotFound."""
-        return await self._operations().restore_checkpoint(key, "restore requested through etcd", checkpoint_id)
+        return await self._operations().restore_checkpoint(
+            key, "restore requested through etcd", checkpoint_id
+        )
 
     async def create_resize(self, job: str, **_: Any) -> NoReturn:
         """Raises Conflict: nobody leads a resize."""
         msg = f"job {job} is masterless: nobody leads a resize of it"
-        raise Conflict(msg, hint="end it and start it again with other numbers; it goes on from its newest checkpoint")
+        raise Conflict(
+            msg, hint="end it and start it again with other numbers; it goes on from its newest checkpoint"
+        )
 
     predict_resize = create_resize
 

@@ -1,4 +1,5 @@
-"""What a person sees while a job runs: a live block on a terminal, else a line every few seconds. All of it on stderr.
+"""What a person sees while a job runs: a live block on a terminal, else a line every few seconds. All of it
+on stderr.
 
 facts (Progress, events as sentences) -> Display.show / Display.event -> LiveDisplay | LineDisplay
 """
@@ -51,7 +52,8 @@ class Progress:
         return min(1.0, self.records_done / self.records_total) if self.records_total else 0.0
 
     def training(self) -> str:
-        """`epoch 2/5  step 140  loss 0.312  5,120 records/s  ETA 0:12`, or at the end `stalled: waiting for pserver-0`."""
+        """`epoch 2/5  step 140  loss 0.312  5,120 records/s  ETA 0:12`, or at the end `stalled: waiting for
+        pserver-0`."""
         stalled = f"  stalled: {without_tokens(self.stalled)}" if self.stalled else ""
         return self._training() + stalled
 
@@ -59,7 +61,9 @@ class Progress:
         if self.phase in {"WAITING", "ROLLING_BACK", "STARTING", "QUEUED", "PAUSED", "CANCELLED"}:
             return without_tokens(self.reason) or "waiting for members"
         if self.stage not in {"TRAIN", ""}:
-            return f"{self.stage.lower()}: {without_tokens(self.reason)}" if self.reason else self.stage.lower()
+            return (
+                f"{self.stage.lower()}: {without_tokens(self.reason)}" if self.reason else self.stage.lower()
+            )
         parts = [f"epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}"]
         if self.step is not None:
             parts.append(f"step {self.step}")
@@ -113,8 +117,8 @@ class Display(Protocol):
 
 
 class LineDisplay:
-    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and soon after a change of epoch or phase; of many short
-    epochs less and less often."""
+    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and soon after a change of
+    epoch or phase; of many short epochs less and less often."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -126,7 +130,9 @@ class LineDisplay:
         if self._last is not None:
             since_s, before = now - self._last[0], self._last[1]
             is_epoch = before != place and before[:2] == place[:2]
-            if since_s < (LINE_EVERY_S if before == place else self._epoch_s if is_epoch else LINE_AT_MOST_EVERY_S):
+            if since_s < (
+                LINE_EVERY_S if before == place else self._epoch_s if is_epoch else LINE_AT_MOST_EVERY_S
+            ):
                 return
             self._epoch_s = min(LINE_EVERY_S, 2 * self._epoch_s) if is_epoch else LINE_AT_MOST_EVERY_S
         self._last = (now, place)
@@ -147,7 +153,9 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
+        self._live = Live(
+            Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True
+        )
         self._live.start()
 
     def show(self, progress: Progress, now: float) -> None:  # noqa: ARG002  rich draws at its own rate

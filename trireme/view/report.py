@@ -1,4 +1,5 @@
-"""The summary of a run: what was trained, how well, where the model is; or what failed, with the user's traceback on top."""
+"""The summary of a run: what was trained, how well, where the model is; or what failed, with the user's
+traceback on top."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ _TOKEN = re.compile(r"(?<=[\w])(?<![0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Facts that only the launcher and the master's metrics know at the end. `records` and `epochs`: trained so far; those of a
-    completed job are in its state. `by_epoch`: `number`, `loss` and `records` of each epoch."""
+    """Facts that only the launcher and the master's metrics know at the end. `records` and `epochs`: trained
+    so far; those of a completed job are in its state. `by_epoch`: `number`, `loss` and `records` of each
+    epoch."""
 
     restarts: Mapping[str, int]
     loss: float | None = None
@@ -36,8 +38,9 @@ class Counts:
 def result_document(
     spec: JobSpec, state: JobState, counts: Counts, seconds: float, folder: Path, *, resumable: bool = False
 ) -> dict[str, Any]:
-    """What --json prints; the summary is made from it. `restarts` and `seconds` are those of all runs that resumed each other.
-    `resumable`: the same command goes on from the newest checkpoint of this failed job."""
+    """What --json prints; the summary is made from it. `restarts` and `seconds` are those of all runs that
+    resumed each other. `resumable`: the same command goes on from the newest checkpoint of this failed
+    job."""
     result, completed = state.result, state.phase is Phase.COMPLETED
     return {
         "job": spec.job,
@@ -73,11 +76,15 @@ def result_document(
 
 
 def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
-    """The summary for the user, one fact a line; with the `reason` of its end, and the traceback of the script's error."""
+    """The summary for the user, one fact a line; with the `reason` of its end, and the traceback of the
+    script's error."""
     restarts = ", ".join(f"{name} {count}" for name, count in document["restarts"].items()) or "none"
     discarded = document["discarded"]
     rows = [
-        ("job", f"{document['job']} {document['phase']} after {document['seconds']:.1f} s ({document['mode']})"),
+        (
+            "job",
+            f"{document['job']} {document['phase']} after {document['seconds']:.1f} s ({document['mode']})",
+        ),
         ("records", f"{document['records']:,} in {_epochs(document)} epochs"),
         ("restarts", restarts),
         *[(name, number(value)) for name, value in document["metrics"].items()],
@@ -85,7 +92,10 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
         *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
     ]
     if document.get("stopped_step") is not None:
-        rows.insert(2, ("stopped early", f"at {point(document['mode'], document['stopped_step'])}, as stop_early says"))
+        rows.insert(
+            2,
+            ("stopped early", f"at {point(document['mode'], document['stopped_step'])}, as stop_early says"),
+        )
     if document["loss"] is not None:
         rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of {_loss_epoch(document)})"))
         rows[2:2] = _by_epoch(document.get("loss_by_epoch", ()))
@@ -98,7 +108,9 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
     rows += [("reason", document["reason"])] if reason else []
     width = max(len(name) for name, _ in rows)
     failed = (
-        failure_lines(UserFailure.model_validate(document["failure"])) if reason and document.get("failure") else []
+        failure_lines(UserFailure.model_validate(document["failure"]))
+        if reason and document.get("failure")
+        else []
     )
     return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows), *failed])
 
@@ -112,7 +124,9 @@ def _by_epoch(losses: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _best(best: Mapping[str, Any] | None, mode: str) -> list[tuple[str, str]]:
-    return [("best", f"{best['metric']} {number(best['value'])} at {point(mode, best['step'])}")] if best else []
+    return (
+        [("best", f"{best['metric']} {number(best['value'])} at {point(mode, best['step'])}")] if best else []
+    )
 
 
 def _epochs(document: Mapping[str, Any]) -> str:
@@ -152,17 +166,21 @@ def point(mode: str, step: int) -> str:
 
 
 def evaluation_line(facts: Mapping[str, Any] | None, mode: str) -> str:
-    """`evaluation 3 (step 150): accuracy 0.91; number 4 (step 200) is under way, 2 of 8 tasks`; "" without any."""
+    """`evaluation 3 (step 150): accuracy 0.91; number 4 (step 200) is under way, 2 of 8 tasks`; "" without
+    any."""
     if not facts:
         return ""
     last, parts = facts.get("last"), []
     if last:
         values = ", ".join(f"{name} {number(value)}" for name, value in last["metrics"].items())
         parts.append(
-            f"evaluation {last['number']} ({point(mode, last['step'])}): {values or last.get('left_out') or 'no finite metric'}"
+            f"evaluation {last['number']} ({point(mode, last['step'])}): "
+            f"{values or last.get('left_out') or 'no finite metric'}"
         )
         if (best := last.get("best")) and best["number"] != last["number"]:
-            parts.append(f"the best one: {best['metric']} {number(best['value'])} at {point(mode, best['step'])}")
+            parts.append(
+                f"the best one: {best['metric']} {number(best['value'])} at {point(mode, best['step'])}"
+            )
         elif best:
             parts.append("it is the best so far")
     if facts.get("running") is not None:
@@ -200,5 +218,6 @@ def failure_lines(failure: UserFailure) -> list[str]:
 
 
 def without_tokens(sentence: str) -> str:
-    """Names of processes as people use them, and as `trireme chaos kill` takes them: `trainer-0-4da120b091a6 joined` -> `trainer-0 joined`."""
+    """Names of processes as people use them, and as `trireme chaos kill` takes them: `trainer-0-4da120b091a6
+    joined` -> `trainer-0 joined`."""
     return _TOKEN.sub("", sentence)

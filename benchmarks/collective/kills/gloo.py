@@ -1,6 +1,8 @@
-"""The same with plain Gloo: of four processes in a loop of all_reduce one is killed, and each survivor tells how many operations it finished.
+"""The same with plain Gloo: of four processes in a loop of all_reduce one is killed, and each survivor tells
+how many operations it finished.
 
-A group is dropped at its first error, so that its neighbours hear of it. The processes are forked from this one, which has torch imported already.
+A group is dropped at its first error, so that its neighbours hear of it. The processes are forked from this
+one, which has torch imported already.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""What the others lose by one of four trainers that is killed or frozen at a random instant, again and again, and whether all have the bits of a job
-that was left alone.
+"""What the others lose by one of four trainers that is killed or frozen at a random instant, again and again,
+and whether all have the bits of a job that was left alone.
 
-    all four have lanes ─ a random time ─► SIGKILL of one ─► a generation without it ─► four have lanes again ─ ...
-                                       └─► SIGSTOP of one ─► a generation without it ─► the others go on ─► SIGCONT ─► four have lanes again
+    all four have lanes ─ a random time ─► SIGKILL of one ─► a generation without it
+        ─► four have lanes again ─ ...
+                                       └─► SIGSTOP of one ─► a generation without it ─► the others go on
+                                           ─► SIGCONT ─► four have lanes again
 
-A thawed trainer is a member again after 0.1 s, which is a generation of its own: it must not come while the others recover from the freeze.
-With `spares` beside the four, one of them takes over at once, so that the next kill need not wait for the dead one's replacement.
+A thawed trainer is a member again after 0.1 s, which is a generation of its own: it must not come while the
+others recover from the freeze. With `spares` beside the four, one of them takes over at once, so that the
+next kill need not wait for the dead one's replacement.
 """
 
 from __future__ import annotations
@@ -47,9 +50,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Found:
-    """`seconds`: of each fault, until all survivors had finished the next step that began after it, None: never. `disagreed`: faults after which a trainer had
-    another version than the undisturbed job, or one that it had before. `equal`: trainers, of MEMBERS at the end, whose parameters are torch.equal to the
-    undisturbed job's. `versions`: steps of the job; `digests`: that were compared. `ended`: why the job had to be ended before all faults; empty: it had not."""
+    """`seconds`: of each fault, until all survivors had finished the next step that began after it, None:
+    never. `disagreed`: faults after which a trainer had another version than the undisturbed job, or one that
+    it had before. `equal`: trainers, of MEMBERS at the end, whose parameters are torch.equal to the
+    undisturbed job's. `versions`: steps of the job; `digests`: that were compared. `ended`: why the job had
+    to be ended before all faults; empty: it had not."""
 
     seconds: Sequence[float | None]
     disagreed: int
@@ -65,7 +70,13 @@ class Found:
 
 
 async def measure(
-    count: int, folder: Path, *, frozen: bool = False, spares: int = 0, seed: int = 1, within_s: float = math.inf
+    count: int,
+    folder: Path,
+    *,
+    frozen: bool = False,
+    spares: int = 0,
+    seed: int = 1,
+    within_s: float = math.inf,
 ) -> Found:
     """`count` faults, or as many as begin within that time."""
     began, told = clock.monotonic(), folder / "told"
@@ -88,14 +99,18 @@ async def measure(
                 if number % 10 == 9:
                     progress(f"{number + 1} of {count}, {clock.monotonic() - began:.0f} s")
             owners, end = [child.pid for child in _owners(cluster)], clock.monotonic()
-            await _until(lambda: bool(all_saved(told, owners, end)), "parameters that all have saved", PAUSE_S)
+            await _until(
+                lambda: bool(all_saved(told, owners, end)), "parameters that all have saved", PAUSE_S
+            )
         except TimeoutError as error:  # what was told until then still counts
             logs = shutil.copytree(cluster.folder / "logs", Path(tempfile.mkdtemp(prefix="kills-")) / "logs")
             ended = f"ended after {len(faults)} of {count}: {error}; {cluster!r}; logs: {logs}"
         took = clock.monotonic() - began
     lines = lines_of(told)
     _, newest_digest = max(own[-1] for own in lines.values() if own)
-    alone = await _left_alone(folder / "alone", newest_digest, len({d for own in lines.values() for _, d in own}))
+    alone = await _left_alone(
+        folder / "alone", newest_digest, len({d for own in lines.values() for _, d in own})
+    )
     history = History.of(lines, alone)
     edges = [*(fault.at for fault in faults), float("inf")]
     wrong = [history.wrong(first, last) for first, last in itertools.pairwise(edges)]
@@ -105,7 +120,9 @@ async def measure(
     return Found(seconds, sum(map(bool, wrong)), equal, newest, sum(map(len, lines.values())), took, ended)
 
 
-async def _harm(cluster: LocalCluster, chance: random.Random, told: Path, faults: list[Fault], *, frozen: bool) -> None:
+async def _harm(
+    cluster: LocalCluster, chance: random.Random, told: Path, faults: list[Fault], *, frozen: bool
+) -> None:
     """The fault is added at once, whatever becomes of the job."""
     owners = _owners(cluster)
     victim, before = chance.choice(owners), _generation(cluster)
@@ -140,7 +157,8 @@ def _counts(told: Path, pids: Sequence[int]) -> dict[int, int]:
 def _whole(cluster: LocalCluster, beyond: int) -> bool:
     listed = cluster.directory.trainers
     return (
-        beyond < listed.generation == _generation(cluster) and sum(child.alive for child in _owners(cluster)) == MEMBERS
+        beyond < listed.generation == _generation(cluster)
+        and sum(child.alive for child in _owners(cluster)) == MEMBERS
     )
 
 
@@ -154,7 +172,9 @@ def _generation(cluster: LocalCluster) -> int:
     return cluster.directory.state.generation if cluster.directory.state is not None else 0
 
 
-async def _until(there: Callable[[], bool], what: str, look_s: float = LOOK_S, limit_s: float = LIMIT_S) -> None:
+async def _until(
+    there: Callable[[], bool], what: str, look_s: float = LOOK_S, limit_s: float = LIMIT_S
+) -> None:
     deadline = clock.monotonic() + limit_s
     while not there():
         if clock.monotonic() > deadline:
@@ -163,7 +183,8 @@ async def _until(there: Callable[[], bool], what: str, look_s: float = LOOK_S, l
 
 
 async def _left_alone(folder: Path, last: str, most: int) -> list[str]:
-    """Digests of the versions of a job of one trainer, in order, until `last` is among them, or `most` and some more are there."""
+    """Digests of the versions of a job of one trainer, in order, until `last` is among them, or `most` and
+    some more are there."""
     spec = endless(SCRIPT, folder / "run", 1, MEMBERS)
     told = folder / "told"
 

@@ -15,7 +15,8 @@ from trainer_agent.script import user_module
 SPARES = 3
 KILL_GOAL_S, FREEZE_GOAL_S = 1.0, job.LEASE_S + 0.5
 SECONDS = (
-    "| one of 4 gets | times | median | 90 % | 99 % | longest | goal | killed before that | disagreed | equal at the end | steps | digests | seconds |\n"
+    "| one of 4 gets | times | median | 90 % | 99 % | longest | goal | killed before that | "
+    "disagreed | equal at the end | steps | digests | seconds |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -30,7 +31,8 @@ class Counts:
 
 
 def report(counts: Counts, seed: int, folder: Path) -> bool:
-    """Prints; whether no trainer had another version than a job left alone. A count of 0: that row is left out."""
+    """Prints; whether no trainer had another version than a job left alone. A count of 0: that row is left
+    out."""
     print(f"\n{SECONDS}")
     right = True
     # Gloo's processes are forked, so before anything has threads
@@ -45,13 +47,16 @@ def report(counts: Counts, seed: int, folder: Path) -> bool:
         if count:
             options = {"frozen": frozen, "spares": spares, "seed": seed, "within_s": counts.within_s}
             found = asyncio.run(job.measure(count, folder / f"kills-{place}", **options))
-            progress(f"seconds: {' '.join('never' if each is None else f'{each:.3f}' for each in found.seconds)}")
+            progress(
+                f"seconds: {' '.join('never' if each is None else f'{each:.3f}' for each in found.seconds)}"
+            )
             print(row(what, goal, found), *filter(None, [found.ended]), sep="\n", flush=True)
             right = right and found.right
     if counts.gloo_kills:
         share = disagreed / counts.gloo_kills
         print(
-            f"plain Gloo, 4 processes: after {disagreed} of {counts.gloo_kills} kills ({share:.0%}) survivors disagreed"
+            f"plain Gloo, 4 processes: after {disagreed} of {counts.gloo_kills} kills "
+            f"({share:.0%}) survivors disagreed"
         )
     return right
 
@@ -61,8 +66,18 @@ def row(what: str, goal: float, found: job.Found) -> str:
     shares = [f"{percentile(seconds, share):.2f} s" if seconds else "" for share in (50, 90, 99, 100)]
     goals = "" if math.isnan(goal) else f"{goal:g} s"
     equal = f"{found.equal} of {job.MEMBERS}"
-    counted = (found.seconds.count(None), found.disagreed, equal, found.versions, found.digests, f"{found.took:.0f}")
-    return f"| {what} | {len(found.seconds)} | {' | '.join(shares)} | {goals} | {' | '.join(map(str, counted))} |"
+    counted = (
+        found.seconds.count(None),
+        found.disagreed,
+        equal,
+        found.versions,
+        found.digests,
+        f"{found.took:.0f}",
+    )
+    return (
+        f"| {what} | {len(found.seconds)} | {' | '.join(shares)} | {goals} | "
+        f"{' | '.join(map(str, counted))} |"
+    )
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

@@ -1,8 +1,10 @@
-"""What the API's document says in words (properties, parameters, tags), and examples of what requests send and answers return.
+"""What the API's document says in words (properties, parameters, tags), and examples of what requests send
+and answers return.
 
-In PROPERTIES `name` is the meaning in every schema, `Schema.name` in that one. What only one record has is told at the record
-(`Field(description=...)`). tests/tidy/test_openapi.py fails for a property without a description, and for a line that no property uses.
-Each example is a validated record, by the name of its schema.
+In PROPERTIES `name` is the meaning in every schema, `Schema.name` in that one. What only one record has is
+told at the record (`Field(description=...)`). tests/tidy/test_openapi.py fails for a property without a
+description, and for a line that no property uses. Each example is a validated record, by the name of its
+schema.
 """
 
 from __future__ import annotations
@@ -70,17 +72,23 @@ PROPERTIES = {
     "checkpoint_every_steps": "A checkpoint after so many steps; null: never by steps.",
     "checkpoint_id": "Id of the checkpoint; empty: there is none yet.",
     "checkpoint_kind": "Asynchronous jobs: all parameter servers save at one moment, or each by itself.",
-    "clip_grad_norm": "The gradient of a whole step (asynchronous jobs: of each push) is scaled down to this norm; null: never.",
+    "clip_grad_norm": "The gradient of a whole step (asynchronous jobs: of each push) is scaled down to this "
+            "norm; null: never.",
     "grad_norm_every": "Synchronous jobs: the norm of the gradient is measured in every so many steps; 0: never.",
     "clip_lane_norm": "The gradient of each lane's minibatch is scaled down to this norm; null: never.",
     "column_types": "Types of columns by name, where the beginning of the first file misleads.",
     "columns": "Names of the columns; null: all of them, or the files' stems.",
-    "snapshot_bytes": "Synchronous: bytes of rows of embedding tables that steps keep at each parameter server while a checkpoint is written; beyond them a step waits for it.",
-    "init_from": "Path or URL, which members can read, of a file with the values that parameters and buffers start with (safetensors, or a state_dict); rows of embedding tables lie beside it, in tables/; null: those that the script gives.",
+    "snapshot_bytes": "Synchronous: bytes of rows of embedding tables that steps keep at each parameter "
+            "server while a checkpoint is written; beyond them a step waits for it.",
+    "init_from": "Path or URL, which members can read, of a file with the values that parameters and buffers "
+            "start with (safetensors, or a state_dict); rows of embedding tables lie beside it, in "
+            "tables/; null: those that the script gives.",
     "init_partial": "Values in that file which do not fit the model are left out.",
-    "init_optimizer": "The optimizer and the scheduler start with their state in that file, which torch.save has written.",
+    "init_optimizer": "The optimizer and the scheduler start with their state in that file, which torch.save "
+            "has written.",
     "command": "A command for /bin/sh; empty if a function is given.",
-    "concurrency": "If the job before has not ended: this time is left out (forbid), or that job is cancelled (replace).",
+    "concurrency": "If the job before has not ended: this time is left out (forbid), or that job is "
+            "cancelled (replace).",
     "count": "Number of records.",
     "create_time": "When it was created, RFC 3339.",
     "cron": "Minute, hour, day of month, month, day of week.",
@@ -93,22 +101,27 @@ PROPERTIES = {
     "epoch": "Number of the pass over the dataset, from 0.",
     "epochs": "Number of passes over the dataset.",
     "error_code": "Code of the error that ended it; empty: none did.",
-    "error_feedback": "Asynchronous: rounding errors of sent gradients are added to the next push; null: on whenever gradients are cast.",
+    "error_feedback": "Asynchronous: rounding errors of sent gradients are added to the next push; null: on "
+            "whenever gradients are cast.",
     "evaluation_dataset": "What the trained model is evaluated on; null: it is not.",
     "checkpoint": "Id of the checkpoint of its version; empty: there was none.",
-    "best": "The best evaluation, whose parameters are exported, too; null: there is none, or the job has no keep_best.",
-    "keep_best": "Which evaluation is the best one, as metric:min or metric:max: its checkpoint is kept and exported; null: none is.",
+    "best": "The best evaluation, whose parameters are exported, too; null: there is none, or the job has "
+            "no keep_best.",
+    "keep_best": "Which evaluation is the best one, as metric:min or metric:max: its checkpoint is kept and "
+            "exported; null: none is.",
     "stop_early": "Training ends when evaluations get no better; null: it does not.",
     "StopEarly.metric": "The metric and which of its values are better, as metric:min or metric:max.",
     "min_delta": "A value counts as better if it is so by more than this.",
     "StopEarly.patience": "So many evaluations in a row that are not better end training.",
-    "evaluate_every": "So many steps (asynchronous: minibatches of all trainers), or epoch: such versions are evaluated while the job trains; null: none is.",
+    "evaluate_every": "So many steps (asynchronous: minibatches of all trainers), or epoch: such versions "
+            "are evaluated while the job trains; null: none is.",
     "exports": "Files of the exported model, by kind.",
     "failures": "How often an attempt ended badly.",
     "file": "Name of the file that the records are in; empty: none.",
     "file_name": "Name of the script's file.",
     "first": "Number of the first record in the file.",
-    "function": "A function as `package.module:function`, called without arguments; empty if a command is given.",
+    "function": "A function as `package.module:function`, called without arguments; empty if a command is "
+            "given.",
     "generation": "Number of the membership that the caller knows; it grows at every join and death.",
     "global_batch_size": "Number of records of one step, over all lanes.",
     "gradient_dtype": "Dtype in which float32 gradients are sent.",
@@ -141,7 +154,8 @@ PROPERTIES = {
     "next_page_token": "The page_token of the next page; empty: this is the last one.",
     "number": "Number of the step or epoch.",
     "offset": "Byte at which the first record starts; null: the format has no lines.",
-    "on_nonfinite": "A loss or gradient that is not finite: the job fails, the minibatch is left out, or it is trained all the same.",
+    "on_nonfinite": "A loss or gradient that is not finite: the job fails, the minibatch is left out, or it "
+            "is trained all the same.",
     "parameter_dtype": "Dtype in which float32 parameters are sent.",
     "points": "The points of this page, by number.",
     "post_tasks": "In a cluster: commands that run after the job's end.",
@@ -154,7 +168,8 @@ PROPERTIES = {
     "rebalance_s": "Seconds between two looks at the trainers' speed.",
     "records": "Number of records.",
     "records_done": "Number of records that are done.",
-    "records_per_task": "Number of records in one task; null: up to 16 minibatches, fewer where lanes would not end an epoch together.",
+    "records_per_task": "Number of records in one task; null: up to 16 minibatches, fewer where lanes would "
+            "not end an epoch together.",
     "records_total": "Number of records in all.",
     "recovery_timeout_s": "The job fails if members that it needs do not come back within so many seconds.",
     "request": "Id of the request, chosen by the caller: the same one gets the same pending task again.",
@@ -181,7 +196,8 @@ PROPERTIES = {
     "stream": "The lane of synchronous training that the task belongs to, from 0.",
     "stream_length": "Number of tasks of the stream in this epoch.",
     "task_id": "Id of the task: `17`, `evaluate-3`, `export-0`.",
-    "task_timeout_ceiling_s": "A silent attempt is given to another trainer after at most so many seconds for each lane of the trainer with the most.",
+    "task_timeout_ceiling_s": "A silent attempt is given to another trainer after at most so many seconds "
+            "for each lane of the trainer with the most.",
     "task_timeout_floor_s": "A silent attempt is given to another trainer after at least so many seconds.",
     "text": "Text of the script.",
     "threads_per_trainer": "Number of threads of each trainer.",
@@ -193,7 +209,8 @@ PROPERTIES = {
     "trainers": "Number of trainers.",
     "url": "Where it listens.",
     "urls": "Paths, globs or fsspec URLs of the files.",
-    "version": "What users and the leader have decided, as a digest; with quotes around it, it is what If-Match takes.",
+    "version": "What users and the leader have decided, as a digest; with quotes around it, it is what "
+            "If-Match takes.",
     "weight": "Share of members among jobs with the same priority.",
     "when": "A post-task runs once the job is COMPLETED, or (always) also once it is FAILED or CANCELLED.",
 }  # fmt: skip
@@ -203,7 +220,8 @@ PARAMETERS = {
     "before": ("Lines that end at this place of the log: `next_before` of the answer before.", None),
     "checkpoint_id": ("Id of a checkpoint, as in listCheckpoints.", "0c0ffee0c0ffee0c0ffee0c0ffee0c0f"),
     "Idempotency-Key": ("The same key is the same request: it takes effect once, however often it is sent.", "retrain-2026-11-23"),
-    "If-Match": ('Only if it still has one of these versions, else PRECONDITION_FAILED (412): ETag of a GET, or `"<version>"`; `*`: any.', '"52b3a1c9d0e4f687"'),
+    "If-Match": (('Only if it still has one of these versions, else PRECONDITION_FAILED (412): ETag of a '
+            'GET, or `"<version>"`; `*`: any.'), '"52b3a1c9d0e4f687"'),
     "job": ("Name of the job.", "digits"),
     "kind": ("Tasks of this kind.", "TRAIN"),
     "log": ("Name of a log, as in listLogs; or the id of a member: the log of its last epoch.", "trainer-0"),
@@ -248,18 +266,30 @@ _SCRIPT = "import trireme\n\nconfig = trireme.Config(epochs=5)\n"
 
 def examples() -> dict[str, BaseModel]:
     """Schema -> its example."""
-    return {type(record).__name__: record for record in (*_about_a_job(), *_of_trainers(), *_about_a_cluster())}
+    return {
+        type(record).__name__: record for record in (*_about_a_job(), *_of_trainers(), *_about_a_cluster())
+    }
 
 
 def _settings() -> JobSettings:
     return JobSettings(
-        dataset=Parquet(urls=("s3://bucket/digits/train-*.parquet",)), epochs=5, global_batch_size=256, lanes=8
+        dataset=Parquet(urls=("s3://bucket/digits/train-*.parquet",)),
+        epochs=5,
+        global_batch_size=256,
+        lanes=8,
     )
 
 
 def _progress() -> of_job.JobProgress:
     return of_job.JobProgress(
-        epoch=1, epochs=5, step=61, loss=0.31, records_done=15616, records_total=59950, records_per_s=5120.0, eta_s=8.7
+        epoch=1,
+        epochs=5,
+        step=61,
+        loss=0.31,
+        records_done=15616,
+        records_total=59950,
+        records_per_s=5120.0,
+        eta_s=8.7,
     )
 
 
@@ -278,7 +308,9 @@ def _about_a_job() -> Iterator[BaseModel]:
         losses=Losses(),
         result=JobResult(),
         master=of_job.MasterView(master_id="master-0", url="http://127.0.0.1:8470", term=17),
-        spec=JobSpec(job="digits", script="digits.py", storage="s3://bucket/runs/digits", **dict(_settings())),
+        spec=JobSpec(
+            job="digits", script="digits.py", storage="s3://bucket/runs/digits", **dict(_settings())
+        ),
         version=_VERSION,
     )
     yield Explanation(
@@ -287,7 +319,11 @@ def _about_a_job() -> Iterator[BaseModel]:
         summary="No trainer is registered.",
         hints=("start a trainer",),
         also=(
-            Cause(code=Code.CHECKPOINTS_FAIL, summary="The last checkpoint was not written.", details=("disk full",)),
+            Cause(
+                code=Code.CHECKPOINTS_FAIL,
+                summary="The last checkpoint was not written.",
+                details=("disk full",),
+            ),
         ),
     )
     task = of_job.TaskView(
@@ -326,7 +362,9 @@ def _about_a_job() -> Iterator[BaseModel]:
     yield of_job.MemberPage(members=(member,))
     yield of_job.SuspectAnswer(dead=True)
     yield of_job.CreateCheckpoint(cause="before an experiment")
-    checkpoint = of_job.CheckpointView(checkpoint_id=_CHECKPOINT, step=60, timeline=0, state="LATEST", kind="base")
+    checkpoint = of_job.CheckpointView(
+        checkpoint_id=_CHECKPOINT, step=60, timeline=0, state="LATEST", kind="base"
+    )
     yield checkpoint
     yield of_job.CheckpointPage(checkpoints=(checkpoint,))
     yield of_job.CheckpointDetails(
@@ -339,7 +377,12 @@ def _about_a_job() -> Iterator[BaseModel]:
         files=("part-0.safetensors",),
     )
     resize = Resize(
-        trainers=4, pservers=1, before_trainers=2, before_pservers=1, trainers_asked=True, phase=ResizePhase.STARTING
+        trainers=4,
+        pservers=1,
+        before_trainers=2,
+        before_pservers=1,
+        trainers_asked=True,
+        phase=ResizePhase.STARTING,
     )
     operation = Operation(
         operation_id="op-9f86d081",

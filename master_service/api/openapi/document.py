@@ -1,6 +1,8 @@
-"""The OpenAPI document: FastAPI's, with what FastAPI does not say. openapi.json of the repository is that of a cluster's leader.
+"""The OpenAPI document: FastAPI's, with what FastAPI does not say. openapi.json of the repository is that of
+a cluster's leader.
 
-FastAPI's document ─► problems by status ─► who may ask (security) ─► descriptions and examples of properties, parameters, schemas
+FastAPI's document ─► problems by status ─► who may ask (security)
+    ─► descriptions and examples of properties, parameters, schemas
 """
 
 from __future__ import annotations
@@ -30,13 +32,24 @@ REQUEST_ID = {"description": "Id of the request, as in the master's log.", "sche
 RETRY_AFTER = {"description": "Ask again after so many seconds.", "schema": {"type": "integer", "minimum": 0}}
 CHALLENGE = {"description": "How to authenticate.", "schema": {"type": "string"}}
 TAG = {
-    "description": "`version` and a digest of the answer. With If-None-Match: 304 without a body while it is the same.",
+    "description": "`version` and a digest of the answer. With If-None-Match: 304 without a body while it is "
+    "the same.",
     "schema": {"type": "string", "examples": ['"52b3a1c9d0e4f687.0ddba11ca5cade55"']},
 }
 LOCATION = {"description": "Path of what was created or begun.", "schema": {"type": "string"}}
 
-# What answers tell and later versions may tell more of. Where a request names one, an unknown value is refused.
-OPEN = ("Code", "OperationKind", "OperationState", "ResizePhase", "Stage", "Standing", "TaskKind", "TaskState")
+# What answers tell and later versions may tell more of. Where a request names one, an unknown value is
+# refused.
+OPEN = (
+    "Code",
+    "OperationKind",
+    "OperationState",
+    "ResizePhase",
+    "Stage",
+    "Standing",
+    "TaskKind",
+    "TaskState",
+)
 NEW_VALUES = "There may be new values."
 WIDTHS = {"integer": "int64", "number": "double"}
 TAGGED = frozenset({"getJob", "getSchedule", "getPoolMember"})
@@ -56,8 +69,12 @@ PROBLEMS: dict[int, dict[str, str]] = {
         "STALE_ATTEMPT": "The attempt is not the pending one any more: fetch a new task.",
         "STALE_GENERATION": "The membership has changed: read lanes and addresses again.",
     },
-    410: {"CURSOR_EXPIRED": "The next event after the cursor is forgotten; `details` has the ids that are kept."},
-    412: {"PRECONDITION_FAILED": "It has another version than If-Match says: it has changed. `details` has both."},
+    410: {
+        "CURSOR_EXPIRED": "The next event after the cursor is forgotten; `details` has the ids that are kept."
+    },
+    412: {
+        "PRECONDITION_FAILED": "It has another version than If-Match says: it has changed. `details` has both."
+    },
     413: {"TOO_LARGE": "The body is too large."},
     415: {"UNSUPPORTED_MEDIA_TYPE": "The body is not JSON."},
     421: {"HOST_NOT_ALLOWED": "The request names a host that this service is not."},
@@ -94,7 +111,9 @@ def document_of(app: FastAPI) -> Json:
 
 
 def new_document(app: FastAPI) -> Json:
-    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    document = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
     document["info"]["license"] = LICENSE
     for method, path, operation in operations(document):
         _problems(method, path, operation)
@@ -116,7 +135,9 @@ def new_document(app: FastAPI) -> Json:
         if name in schemas:
             schemas[name]["examples"] = [example.model_dump(mode="json", exclude_none=True)]
     _open_states(document)
-    components["responses"] = {_name(status): _response(status) for status in PROBLEMS} | {"Problem": _response(None)}
+    components["responses"] = {_name(status): _response(status) for status in PROBLEMS} | {
+        "Problem": _response(None)
+    }
     components["securitySchemes"] = {"bearer": BEARER}
     used = {tag for _, _, operation in operations(document) for tag in operation["tags"]}
     document["tags"] = [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used]
@@ -198,7 +219,9 @@ def _parameter(parameter: Json) -> None:
         return
     if parameter.get("required"):
         parameter["example"] = example
-    else:  # Swagger UI fills `example` into its forms: a page that is not the first, or a key that was used before
+    else:
+        # Swagger UI fills `example` into its forms: a page that is not the first, or a key that was used
+        # before
         parameter["schema"]["examples"] = [example]
 
 
@@ -206,8 +229,8 @@ def _parameter(parameter: Json) -> None:
 
 
 def _widths(part: Any) -> None:
-    """Every number says how wide it is, in place. Generators for Go, Java or C# take 32 bits where nothing is said: too few for ids of
-    events, bytes and records."""
+    """Every number says how wide it is, in place. Generators for Go, Java or C# take 32 bits where nothing is
+    said: too few for ids of events, bytes and records."""
     if isinstance(part, dict):
         kind = part.get("type")
         if isinstance(kind, str) and kind in WIDTHS:
@@ -221,8 +244,9 @@ def _widths(part: Any) -> None:
 
 
 def _open_states(document: Json) -> None:
-    """A state is any text, with the values that this version knows: generated clients refuse whole answers for an unknown value of an
-    `enum`. It stands where it is used: not all generators know names for mere texts."""
+    """A state is any text, with the values that this version knows: generated clients refuse whole answers
+    for an unknown value of an `enum`. It stands where it is used: not all generators know names for mere
+    texts."""
     schemas = document["components"]["schemas"]
     found = {f"#/components/schemas/{name}": schemas.pop(name) for name in OPEN if name in schemas}
     for _, _, operation in operations(document):
@@ -292,7 +316,8 @@ def _problem(status: int, code: str, text: str) -> Problem:
     )
 
 
-# ------------------------------------------------------------------ links: which operation can follow from an answer, and which of its values it takes
+# ------------------------------------------------------------------ links: which operation can follow from an
+#     answer, and which of its values it takes
 #     createJob ─► every operation about the job ─► createCheckpoint ─► getOperation
 #     a list ─► its next page, and what can be asked about its first item
 # They tell users and tools how operations belong together; schemathesis follows them.
@@ -302,7 +327,8 @@ OF_A_JOB = re.compile(r"/v1/jobs/\{job\}[^{}]*")  # asks for nothing but the job
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """`target` can be asked after `source`. `parameters`, `body`: name -> expression of OpenAPI. `about`: what it is asked about."""
+    """`target` can be asked after `source`. `parameters`, `body`: name -> expression of OpenAPI. `about`:
+    what it is asked about."""
 
     source: str
     target: str
@@ -312,7 +338,8 @@ class Follows:
 
 
 def _of(name: str, pointer: str, about: str, sources: str, targets: str) -> list[Follows]:
-    """From each of `sources` to each of `targets`, with a parameter from the answer, in the same job if it has one."""
+    """From each of `sources` to each of `targets`, with a parameter from the answer, in the same job if it
+    has one."""
     return [
         Follows(source, target, about, {name: f"$response.body#/{pointer}"})
         for source in sources.split()
@@ -332,7 +359,9 @@ _HELD = {
     "timeline": "$response.body#/task/timeline",
 }
 FOLLOWS = [
-    *_unchanged("job", "the job, if nobody has changed it since", "getJob", "pauseJob resumeJob cancelJob deleteJob"),
+    *_unchanged(
+        "job", "the job, if nobody has changed it since", "getJob", "pauseJob resumeJob cancelJob deleteJob"
+    ),
     *_unchanged("schedule", "the schedule, if nobody has changed it since", "getSchedule", "deleteSchedule"),
     *_unchanged(
         "member",
@@ -356,7 +385,11 @@ FOLLOWS = [
     *_of("task_id", "task_id", "the same task", "skipTask", "retryTask"),
     *_of("log", "logs/0/log", "the first log", "listLogs", "getLog"),
     *_of(
-        "member_id", "members/0/member_id", "the first member", "listMembers", "getMember reportSuspect reportFailure"
+        "member_id",
+        "members/0/member_id",
+        "the first member",
+        "listMembers",
+        "getMember reportSuspect reportFailure",
     ),
     *_of(
         "checkpoint_id",
@@ -372,7 +405,9 @@ FOLLOWS = [
         "createCheckpoint verifyCheckpoint restoreCheckpoint",
         "getOperation",
     ),
-    *_of("operation_id", "operations/0/operation_id", "the newest operation", "listOperations", "getOperation"),
+    *_of(
+        "operation_id", "operations/0/operation_id", "the newest operation", "listOperations", "getOperation"
+    ),
     *_of("operation_id", "resize_id", "the operation of the resize", "createResize", "getOperation"),
     *_of("resize_id", "resize_id", "the resize that was begun", "createResize", "getResize cancelResize"),
     *_of("resize_id", "resizes/0/resize_id", "the newest resize", "listResizes", "getResize cancelResize"),
@@ -383,9 +418,13 @@ FOLLOWS = [
     ],
     *_of("task_id", "task/task_id", "the task", "acquireTask", "getTask skipTask"),
     Follows("getJob", "acquireTask", "a task of the job", {}, {"generation": "$response.body#/generation"}),
-    Follows("getLog", "getLog", "newer lines", {"log": "$request.path.log", "after": "$response.body#/next_after"}),
+    Follows(
+        "getLog", "getLog", "newer lines", {"log": "$request.path.log", "after": "$response.body#/next_after"}
+    ),
     Follows("listEvents", "listEvents", "newer events", {"after": "$response.body#/next_after"}),
-    Follows("listClusterEvents", "listClusterEvents", "newer events", {"after": "$response.body#/next_after"}),
+    Follows(
+        "listClusterEvents", "listClusterEvents", "newer events", {"after": "$response.body#/next_after"}
+    ),
 ]
 
 
@@ -402,7 +441,8 @@ def add_links(document: Json) -> None:
 
 
 def _about_jobs(by_id: dict[str, tuple[str, Json]]) -> list[Follows]:
-    """After a job was created or listed: all that asks for its name only. A created job may have no source: its script is a path then."""
+    """After a job was created or listed: all that asks for its name only. A created job may have no source:
+    its script is a path then."""
     targets = [target for target, (path, _) in by_id.items() if OF_A_JOB.fullmatch(path)]
     return [
         follows

@@ -1,5 +1,6 @@
-"""What this service is, for people and for generators: the dashboard, a page, the API's document, and Swagger UI to read it. The same for everybody,
-without a token and without a network: all files are in this package. DocumentedPaths tells from the document what each path takes."""
+"""What this service is, for people and for generators: the dashboard, a page, the API's document, and Swagger
+UI to read it. The same for everybody, without a token and without a network: all files are in this package.
+DocumentedPaths tells from the document what each path takes."""
 
 from __future__ import annotations
 
@@ -23,14 +24,19 @@ FILES = {
     "/about": (FOLDER / "about.html", "text/html; charset=utf-8"),
     "/docs": (FOLDER / "swagger_ui" / "index.html", "text/html; charset=utf-8"),
     "/docs/start.js": (FOLDER / "swagger_ui" / "start.js", "text/javascript; charset=utf-8"),
-    "/docs/swagger-ui-bundle.js": (FOLDER / "swagger_ui" / "swagger-ui-bundle.js", "text/javascript; charset=utf-8"),
+    "/docs/swagger-ui-bundle.js": (
+        FOLDER / "swagger_ui" / "swagger-ui-bundle.js",
+        "text/javascript; charset=utf-8",
+    ),
     "/docs/swagger-ui.css": (FOLDER / "swagger_ui" / "swagger-ui.css", "text/css; charset=utf-8"),
 }
 DOCUMENT = "/openapi.json"
 PATHS = (*FILES, DOCUMENT)
-# Swagger UI has styles in its elements. Nothing comes from elsewhere, no page may frame these, forms go nowhere.
+# Swagger UI has styles in its elements. Nothing comes from elsewhere, no page may frame these, forms go
+# nowhere.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' "
+    "data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
@@ -93,11 +99,11 @@ offload = asyncio.to_thread
 
 
 class DocumentedPaths:
-    """Which methods each path has and which query parameters they take. Starlette's own 405 names only the methods of the first route that matches.
-    A path of the only job is documented with the job's name in it.
+    """Which methods each path has and which query parameters they take. Starlette's own 405 names only the
+    methods of the first route that matches. A path of the only job is documented with the job's name in it.
 
-    `document` is asked for by `ready`, in a thread: it takes a second of a processor, in which the event loop would renew no lease. `beside`: paths that
-    can be read, which the document leaves out.
+    `document` is asked for by `ready`, in a thread: it takes a second of a processor, in which the event loop
+    would renew no lease. `beside`: paths that can be read, which the document leaves out.
     """
 
     def __init__(self, document: Callable[[], dict[str, Any]], beside: Iterable[str] = ()) -> None:
@@ -140,7 +146,9 @@ class DocumentedPaths:
             (
                 compile_path(template)[0],
                 {method.upper(): _names(operation, "query") for method, operation in methods.items()},
-                frozenset(method.upper() for method, each in methods.items() if IF_MATCH in _names(each, "header")),
+                frozenset(
+                    method.upper() for method, each in methods.items() if IF_MATCH in _names(each, "header")
+                ),
             )
             for template, methods in self._document()["paths"].items()
         ]

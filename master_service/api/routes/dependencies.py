@@ -1,4 +1,5 @@
-"""What routes get of a request: the master, its state as etcd has it, the parameters of pages, the version that it expects, its Idempotency-Key."""
+"""What routes get of a request: the master, its state as etcd has it, the parameters of pages, the version
+that it expects, its Idempotency-Key."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ JobsOf = Annotated[JobsLed, Depends(_jobs)]
 
 
 def find_led(jobs: JobsLed, job: str | None) -> Master | None:
-    """None: a job of the cluster that nobody leads now, or not yet. Raises NotFound, NotLeader, NotReady; Conflict if `job` is None and
-    there are several."""
+    """None: a job of the cluster that nobody leads now, or not yet. Raises NotFound, NotLeader, NotReady;
+    Conflict if `job` is None and there are several."""
     try:
         return jobs.find(job)
     except (Conflict, NotReady):
@@ -64,7 +65,8 @@ def asked_by(request: Request) -> str:
 
 
 async def answered(call: Awaitable[T], longer_s: float = 0.0) -> T:
-    """Raises DeadlineExceeded if etcd does not answer for too long. The same request, sent again, finds its result."""
+    """Raises DeadlineExceeded if etcd does not answer for too long. The same request, sent again, finds its
+    result."""
     try:
         async with asyncio.timeout(ANSWER_S + longer_s):
             return await call
@@ -74,8 +76,8 @@ async def answered(call: Awaitable[T], longer_s: float = 0.0) -> T:
 
 
 async def unless_gone(call: Awaitable[T], receive: Receive) -> T:
-    """For requests that may wait: `call` is cancelled when the caller closes the connection, so that no task is given to nobody. Call it
-    when the body was received. Raises PeerError then."""
+    """For requests that may wait: `call` is cancelled when the caller closes the connection, so that no task
+    is given to nobody. Call it when the body was received. Raises PeerError then."""
     calling, leaving = asyncio.ensure_future(call), asyncio.ensure_future(receive())
     try:
         await asyncio.wait({calling, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,8 +91,8 @@ async def unless_gone(call: Awaitable[T], receive: Receive) -> T:
 
 
 async def committed(master: Master, view: Callable[[], T]) -> T:
-    """What `view` shows now, once etcd has all of it: another master would show it, too. Raises what `view` raises; NotLeader if
-    the term ends before; DeadlineExceeded."""
+    """What `view` shows now, once etcd has all of it: another master would show it, too. Raises what `view`
+    raises; NotLeader if the term ends before; DeadlineExceeded."""
     writer = master.term.writer
     shown = view()
     await answered(writer.settled())
@@ -108,11 +110,11 @@ PageToken = Annotated[str, Query(pattern=TOKEN_PATTERN, description="next_page_t
 # If-None-Match ─► the whole tag is the same: 304, without a body
 # If-Match ─► the version in it is another one: PreconditionFailed (412)
 #
-# The body shows progress, too, and a cache must not show that of an hour ago: so the tag changes with it. A job is paused though a
-# step was trained since it was read: so If-Match compares the version alone.
+# The body shows progress, too, and a cache must not show that of an hour ago: so the tag changes with it. A
+# job is paused though a step was trained since it was read: so If-Match compares the version alone.
 #
-# If-None-Match and 304 are no parameter and answer of the document, as little as HEAD is: generated clients would have to tell a
-# record from no answer at each call.
+# If-None-Match and 304 are no parameter and answer of the document, as little as HEAD is: generated clients
+# would have to tell a record from no answer at each call.
 
 TAGS = r'^(\*|(W/)?"[!#-~]*"([ \t]*,[ \t]*(W/)?"[!#-~]*")*)$'
 _TAG = re.compile(r'(W/)?"([!#-~]*)"')
@@ -125,7 +127,9 @@ class Reading:
 
     def __init__(self, if_none_match: str | None) -> None:
         if if_none_match is not None and not re.fullmatch(TAGS, if_none_match):
-            raise InvalidArgument(f"If-None-Match {if_none_match[:100]!r} is neither * nor a list of tags in quotes")
+            raise InvalidArgument(
+                f"If-None-Match {if_none_match[:100]!r} is neither * nor a list of tags in quotes"
+            )
         self._known = if_none_match
 
     def answer(self, view: Record, version: str) -> Response:
@@ -133,7 +137,9 @@ class Reading:
         body = view.model_dump_json()
         tag = f"{version}.{hashlib.sha256(body.encode()).hexdigest()[:16]}"
         headers = {"ETag": f'"{tag}"'}
-        if self._known is not None and (self._known == "*" or tag in {known for _, known in _TAG.findall(self._known)}):
+        if self._known is not None and (
+            self._known == "*" or tag in {known for _, known in _TAG.findall(self._known)}
+        ):
             return Response(status_code=304, headers=headers)
         return Response(body, headers=headers, media_type="application/json")
 
@@ -153,10 +159,10 @@ ReadingIf = Annotated[Reading, Depends(_reading)]
 ExpectedVersion = Annotated[Expected, Depends(_expected)]
 
 
-# ------------------------------------------------------------ requests with an Idempotency-Key
-# The key and what they ask for are kept as digests, with their answer, which the next master gives as well. The same key with the same
-# route, names in the path and body (as JSON, however it is written) is the same request. What only says how long to wait is in the
-# query, and does not count. A job and a cluster have keys of their own.
+# ------------------------------------------------------------ requests with an Idempotency-Key The key and
+# what they ask for are kept as digests, with their answer, which the next master gives as well. The same key
+# with the same route, names in the path and body (as JSON, however it is written) is the same request. What
+# only says how long to wait is in the query, and does not count. A job and a cluster have keys of their own.
 
 A = TypeVar("A")
 A_contra = TypeVar("A_contra", contravariant=True)
@@ -179,8 +185,8 @@ class Answering:
         self.keyed = keyed
 
     async def answer(self, kind: type[R], call: Call[A], view: Callable[[A], R]) -> R:
-        """`view` of what `call` answers; `kind`: the record that it makes. Raises what `call` raises, DeadlineExceeded,
-        IdempotencyKeyReused."""
+        """`view` of what `call` answers; `kind`: the record that it makes. Raises what `call` raises,
+        DeadlineExceeded, IdempotencyKeyReused."""
         if self.keyed is None:
             return view(await answered(call(once=None)))
         shown = _Shown(view)
@@ -209,7 +215,9 @@ async def keyed_request(request: Request, key: str, **names: str) -> Keyed | Non
     if not key:
         return None
     operation = str(request.scope["route"].operation_id)
-    asked = json.dumps([operation, {**request.path_params, **names}, _plain(await request.body())], sort_keys=True)
+    asked = json.dumps(
+        [operation, {**request.path_params, **names}, _plain(await request.body())], sort_keys=True
+    )
     return Keyed(_digest(key)[:32], _digest(asked), operation, clock.wall_time())
 
 

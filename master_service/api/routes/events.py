@@ -1,5 +1,5 @@
-"""What happened to a job or to the cluster: logs that outlive the master. Who follows one by its cursor misses no event and sees none
-twice."""
+"""What happened to a job or to the cluster: logs that outlive the master. Who follows one by its cursor
+misses no event and sees none twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ router = APIRouter(tags=["events"])
 of_cluster = APIRouter(tags=["events"])
 
 After = Annotated[
-    int, Query(ge=0, le=2**63 - 1, description="next_after of the page before; 0: from the oldest that is kept")
+    int,
+    Query(ge=0, le=2**63 - 1, description="next_after of the page before; 0: from the oldest that is kept"),
 ]
 LastEventId = Annotated[str | None, Header(max_length=20, pattern="^[0-9]+$")]  # what an EventSource saw last
 PAGE = 100
@@ -32,8 +33,8 @@ LOOK_S = 1.0  # how often the log of a job that nobody leads is read while someb
 async def list_events(
     jobs: JobsOf, request: Request, after: After = 0, wait_s: Wait = 0.0, page_size: PageSize = 100
 ) -> EventPage:
-    """Events with an id above `after`, the oldest first. The log is bounded: a cursor whose next event is forgotten gets CURSOR_EXPIRED
-    (410), with the ids of the oldest and the newest event that are kept."""
+    """Events with an id above `after`, the oldest first. The log is bounded: a cursor whose next event is
+    forgotten gets CURSOR_EXPIRED (410), with the ids of the oldest and the newest event that are kept."""
     source = JobEvents(jobs, request.path_params.get("job"))
     return await answered(source.page(after, page_size, wait_s), wait_s)
 
@@ -77,7 +78,8 @@ async def _stream(source: EventSource, request: Request, after: int, last_event_
 
 class EventSource(Protocol):
     async def page(self, after: int, limit: int, wait_s: float) -> EventPage:
-        """Events after the cursor; if there are none, those that come within `wait_s`. Raises CursorExpired, NotLeader, PeerError."""
+        """Events after the cursor; if there are none, those that come within `wait_s`. Raises CursorExpired,
+        NotLeader, PeerError."""
         ...
 
 

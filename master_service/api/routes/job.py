@@ -1,4 +1,5 @@
-"""One job: how it stands, why it does not progress, its members, and what it has found out (metrics, evaluations), which stays when it has ended."""
+"""One job: how it stands, why it does not progress, its members, and what it has found out (metrics,
+evaluations), which stays when it has ended."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ async def get_job(master: MasterOf, reading: ReadingIf) -> Response:
 
 @router.get("/explanation", operation_id="explainJob", tags=["jobs"])
 async def explain_job(master: MasterOf) -> Explanation:
-    """The most important cause, and in `also` the others. Answers while the master takes over and while etcd is silent, too."""
+    """The most important cause, and in `also` the others. Answers while the master takes over and while etcd
+    is silent, too."""
     return await explain_master(master)
 
 
@@ -83,7 +85,9 @@ async def report_suspect(master: MasterOf, answering: AnsweringInJob, member_id:
 
 
 @members.post("/{member_id}/failures", operation_id="reportFailure")
-async def report_failure(master: MasterOf, answering: AnsweringInJob, member_id: str, failure: UserFailure) -> Empty:
+async def report_failure(
+    master: MasterOf, answering: AnsweringInJob, member_id: str, failure: UserFailure
+) -> Empty:
     """The user's code failed outside a task."""
     return await answering.answer(Empty, partial(master.report_failure, member_id, failure), empty)
 
@@ -105,8 +109,9 @@ async def list_metrics(
 async def list_metric_series(
     jobs: JobsOf, request: Request, page_size: PageSize = 100, page_token: PageToken = ""
 ) -> SeriesPage:
-    """The metrics that are kept by step: `loss`, what the script logs, `lr`, `time.*`, `records_per_second`, and `evaluation.*`. They lie
-    beside the job's checkpoints, so they outlive masters; of a job that nobody leads now they are read there."""
+    """The metrics that are kept by step: `loss`, what the script logs, `lr`, `time.*`, `records_per_second`,
+    and `evaluation.*`. They lie beside the job's checkpoints, so they outlive masters; of a job that nobody
+    leads now they are read there."""
     found = await metrics_of(jobs, request.path_params.get("job"))
     return render.series_page(found.table, page_size, page_token)
 
@@ -123,8 +128,8 @@ async def query_metric(
         Literal["step", "epoch"], Query(description="epoch: a point for each epoch of a synchronous job")
     ] = "step",
 ) -> SeriesPoints:
-    """A metric by step. Steps share a point where there are more of them than points. Steps that are trained again after a return to
-    a checkpoint are shown once they are."""
+    """A metric by step. Steps share a point where there are more of them than points. Steps that are trained
+    again after a return to a checkpoint are shown once they are."""
     found = await metrics_of(jobs, request.path_params.get("job"))
     shown = render.epoch_points if by == "epoch" else render.series_points
     return shown(found, name, from_step, to_step, points)
@@ -134,23 +139,24 @@ async def query_metric(
 async def list_evaluations(
     jobs: JobsOf, request: Request, page_size: PageSize = 100, page_token: PageToken = ""
 ) -> EvaluationPage:
-    """Those that were done while the job trained, the newest first; at most the last 1,000 are kept. The one after training is the
-    job's result."""
+    """Those that were done while the job trained, the newest first; at most the last 1,000 are kept. The one
+    after training is the job's result."""
     found = await evaluations_of(jobs, request.path_params.get("job"))
     return render.evaluations(found, page_size, page_token)
 
 
 @metrics.post("/metric-batches", operation_id="reportMetrics")
 async def report_metrics(master: MasterOf, answering: AnsweringInJob, batch: MetricBatch) -> MetricsTaken:
-    """What trainers report of steps: their shares, which add up, or (the owner of lane 0) whole steps, each of which counts once."""
+    """What trainers report of steps: their shares, which add up, or (the owner of lane 0) whole steps, each
+    of which counts once."""
     return await answering.answer(
         MetricsTaken, partial(master.report_metrics, batch), lambda taken: taken or MetricsTaken()
     )
 
 
 def find_led_now(jobs: JobsLed, job: str | None) -> Master | None:
-    """As `find_led`, but it raises NotReady while a job is taken over: its metrics are about to be there. Raises NotFound, NotLeader; Conflict if
-    `job` is None and there are several."""
+    """As `find_led`, but it raises NotReady while a job is taken over: its metrics are about to be there.
+    Raises NotFound, NotLeader; Conflict if `job` is None and there are several."""
     try:
         return jobs.find(job)
     except Conflict:
@@ -164,7 +170,9 @@ async def metrics_of(jobs: JobsLed, job: str | None) -> KeptMetrics:
     if (master := find_led_now(jobs, job)) is not None:
         term = master.term
         series = term.series
-        return KeptMetrics(series.table, series.epochs, series.known, term.job.state.timeline, master.metrics.step)
+        return KeptMetrics(
+            series.table, series.epochs, series.known, term.job.state.timeline, master.metrics.step
+        )
     assert isinstance(jobs, ClusterMaster)
     assert job is not None
     stored = await jobs.series_of(job)

@@ -1,4 +1,5 @@
-"""The jobs of a cluster: submit, list, pause, resume, cancel, delete; its pool, and its schedules. Routes first, then what their answers show."""
+"""The jobs of a cluster: submit, list, pause, resume, cancel, delete; its pool, and its schedules. Routes
+first, then what their answers show."""
 
 from __future__ import annotations
 
@@ -158,7 +159,9 @@ async def get_job_source(cluster: ClusterOf, job: JobName) -> JobSource:
     """The script that was submitted with the job."""
     found = cluster.state.job(job)
     source = await answered(cluster.source_of(job))
-    return JobSource(digest=found.source_digest, file_name=source.file_name, text=source.text, modules=source.modules)
+    return JobSource(
+        digest=found.source_digest, file_name=source.file_name, text=source.text, modules=source.modules
+    )
 
 
 @router.post("/jobs/{job}/pause", operation_id="pauseJob")
@@ -190,8 +193,8 @@ async def cancel_job(
 
 @router.delete("/jobs/{job}", operation_id="deleteJob")
 async def delete_job(cluster: ClusterOf, expected: ExpectedVersion, job: JobName) -> ClusterJobView:
-    """Of a job that has ended: its keys, and its files below the cluster's storage, are deleted. Once that was begun, the same request
-    again waits for its end, whatever it expects."""
+    """Of a job that has ended: its keys, and its files below the cluster's storage, are deleted. Once that
+    was begun, the same request again waits for its end, whatever it expects."""
     return job_view(cluster.term, await answered(cluster.delete_job(job, expected), longer_s=30.0))
 
 
@@ -220,10 +223,12 @@ async def get_pool_member(cluster: ClusterOf, reading: ReadingIf, member: Member
 async def drain_pool_member(
     cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, member: Member
 ) -> PoolMemberView:
-    """It takes no new work. What it runs leaves as when it is moved to another job; then the member is `drained`, and stays so until
-    undrainPoolMember, also when it registers anew."""
+    """It takes no new work. What it runs leaves as when it is moved to another job; then the member is
+    `drained`, and stays so until undrainPoolMember, also when it registers anew."""
     view = partial(drained_view, cluster.state)
-    return await answering.answer(PoolMemberView, partial(cluster.drain_member, member, expected=expected), view)
+    return await answering.answer(
+        PoolMemberView, partial(cluster.drain_member, member, expected=expected), view
+    )
 
 
 @pool.post("/pool-members/{member}/undrain", operation_id="undrainPoolMember")
@@ -239,14 +244,21 @@ schedules = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
 
 @schedules.post("", operation_id="createSchedule", status_code=201)
-async def create_schedule(cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster) -> ScheduleView:
-    """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the latest one runs."""
+async def create_schedule(
+    cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster
+) -> ScheduleView:
+    """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the
+    latest one runs."""
     found = schedule_of(asked, cluster.storage_url)
-    return await answering.answer(ScheduleView, partial(cluster.create_schedule, found, asked.source), schedule_view)
+    return await answering.answer(
+        ScheduleView, partial(cluster.create_schedule, found, asked.source), schedule_view
+    )
 
 
 @schedules.get("", operation_id="listSchedules")
-async def list_schedules(cluster: ClusterOf, page_size: PageSize = 100, page_token: PageToken = "") -> SchedulePage:
+async def list_schedules(
+    cluster: ClusterOf, page_size: PageSize = 100, page_token: PageToken = ""
+) -> SchedulePage:
     """In the order of their names."""
     return schedule_page(cluster.term, page_size, page_token)
 
@@ -267,7 +279,8 @@ async def delete_schedule(cluster: ClusterOf, expected: ExpectedVersion, schedul
 AWAY = "it is not registered"
 
 
-# ------------------------------------------------------------------ views: jobs of a cluster and its pool as answers, read only
+# ------------------------------------------------------------------ views: jobs of a cluster and its pool as
+# answers, read only
 
 
 def job_view(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
@@ -344,7 +357,10 @@ def resting_view(found: ClusterJob, state: JobState, leader: MasterView) -> JobV
         failure=state.failure,
         progress=JobProgress(epoch=0, epochs=spec.epochs, records_done=trained, records_total=total),
         members=MemberCounts(
-            trainers=0, trainers_desired=found.most_trainers, pservers=0, pservers_desired=found.pservers_wanted
+            trainers=0,
+            trainers_desired=found.most_trainers,
+            pservers=0,
+            pservers_desired=found.pservers_wanted,
         ),
         losses=state.result.losses,
         result=state.result,
@@ -361,11 +377,15 @@ def pool_view(term: ClusterTerm) -> PoolView:
 
     def counts(kind: Kind) -> PoolKind:
         there = [
-            (place, member, place in state.assignments) for place, member in state.members.items() if place[0] == kind
+            (place, member, place in state.assignments)
+            for place, member in state.members.items()
+            if place[0] == kind
         ]
         return PoolKind(
             members=len(there),
-            idle=sum(state.takes_work(place) and not (held or member.running) for place, member, held in there),
+            idle=sum(
+                state.takes_work(place) and not (held or member.running) for place, member, held in there
+            ),
             draining=sum(not state.takes_work(place) for place, _, _ in there),
             needed=wants[kind],
         )
@@ -377,7 +397,9 @@ def pool_member_page(term: ClusterTerm, page_size: int, page_token: str) -> Pool
     """In the order of their kinds and names."""
     places = sorted(term.state.members.keys() | term.state.drains.keys())
     page, token = page_of(places, offset_of(page_token), page_size)
-    return PoolMemberPage(members=tuple(pool_member_view(term.state, place) for place in page), next_page_token=token)
+    return PoolMemberPage(
+        members=tuple(pool_member_view(term.state, place) for place in page), next_page_token=token
+    )
 
 
 def schedule_view(found: JobSchedule) -> ScheduleView:
@@ -409,7 +431,11 @@ def pool_member_view(state: ClusterState, place: Place, *, takes_work: bool = Tr
     elif assignment is None:
         name, of = ("leaving" if member.running else "idle"), member.running
     else:
-        runs = (member.running, member.epoch, member.task) == (assignment.job, assignment.epoch, assignment.task)
+        runs = (member.running, member.epoch, member.task) == (
+            assignment.job,
+            assignment.epoch,
+            assignment.task,
+        )
         name, of = ("running" if runs else "assigned"), assignment.job
     return PoolMemberView(
         member_id=member.member,
@@ -428,8 +454,8 @@ def pool_member_view(state: ClusterState, place: Place, *, takes_work: bool = Tr
 
 
 def _held(state: ClusterState, found: ClusterJob, present: Collection[str] | None = None) -> MembersHeld:
-    """`present`: the names of the pool's members that have a process among the job's members; None: not known, because nobody leads
-    the job now. Then a process that runs counts."""
+    """`present`: the names of the pool's members that have a process among the job's members; None: not
+    known, because nobody leads the job now. Then a process that runs counts."""
 
     def there(place: Place) -> bool:
         return place[1] in present if present is not None else _runs(state.members.get(place), found)
@@ -440,7 +466,10 @@ def _held(state: ClusterState, found: ClusterJob, present: Collection[str] | Non
 
     (trainers, trainers_running), (pservers, pservers_running) = count("trainer"), count("pserver")
     return MembersHeld(
-        trainers=trainers, trainers_running=trainers_running, pservers=pservers, pservers_running=pservers_running
+        trainers=trainers,
+        trainers_running=trainers_running,
+        pservers=pservers,
+        pservers_running=pservers_running,
     )
 
 

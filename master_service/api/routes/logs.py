@@ -1,6 +1,8 @@
-"""What the members of a job wrote, dead ones included. Who follows a log by its cursor misses no line and sees none twice.
+"""What the members of a job wrote, dead ones included. Who follows a log by its cursor misses no line and
+sees none twice.
 
-request ─► a thread: listing, lines from the end or after a cursor, JSON ─► answer            no file is read by the event loop
+request ─► a thread: listing, lines from the end or after a cursor, JSON ─► answer
+    no file is read by the event loop
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ LastEventId = Annotated[str | None, Header(max_length=19, pattern="^[0-9]+$")]  
 
 
 @router.get("/logs", operation_id="listLogs", response_model=LogPage)
-async def list_logs(jobs: JobsOf, request: Request, page_size: PageSize = 100, page_token: PageToken = "") -> Response:
-    """Logs of the job's members on the master's host, by name: one for each member, in a cluster one for each of its epochs. Logs of
-    members that are dead are there, too."""
+async def list_logs(
+    jobs: JobsOf, request: Request, page_size: PageSize = 100, page_token: PageToken = ""
+) -> Response:
+    """Logs of the job's members on the master's host, by name: one for each member, in a cluster one for each
+    of its epochs. Logs of members that are dead are there, too."""
     logs = _Logs(jobs, request)
     return _json(await logs.source.page(logs.job, page_size, page_token))
 
@@ -64,8 +68,9 @@ async def get_log(
     tail: Tail = 100,
     wait_s: Wait = 0.0,
 ) -> Response:
-    """Lines of one log, oldest first: with `after` those that were written since, else the last ones. An answer has at most 1,000
-    lines of 128 KiB of the file together; `next_after` and `next_before` lead to the rest. Tokens of Trireme are masked."""
+    """Lines of one log, oldest first: with `after` those that were written since, else the last ones. An
+    answer has at most 1,000 lines of 128 KiB of the file together; `next_after` and `next_before` lead to the
+    rest. Tokens of Trireme are masked."""
     if after is not None and before is not None:
         raise InvalidArgument("`after` and `before` exclude each other: give one of them")
     logs, deadline = _Logs(jobs, request), clock.monotonic() + wait_s
@@ -108,7 +113,8 @@ async def stream_log(
 
 
 class _Logs:
-    """Those of the job that a request names. Raises NotFound, NotLeader, NotReady; Conflict if it names none and there are several."""
+    """Those of the job that a request names. Raises NotFound, NotLeader, NotReady; Conflict if it names none
+    and there are several."""
 
     def __init__(self, jobs: JobsLed, request: Request) -> None:
         self._jobs = jobs
@@ -152,21 +158,27 @@ def _json(body: bytes) -> Response:
 
 SUFFIX = ".log"
 THREADS = 1
-PAUSE_S = 0.0002  # a thread that works in Python holds the lock of the interpreter for 5 ms at a time: the event loop would wait
+# a thread that works in Python holds the lock of the interpreter for 5 ms at a time: the event loop would
+# wait
+PAUSE_S = 0.0002
 ANSWER_LINES = 1000
 ANSWER_BYTES = 128 << 10  # of the file; answers that nobody takes lie in memory for some seconds
 READ_S = 8.0
 _OWN_ID = re.compile(r"-[0-9a-f]{12}$")
-ELSEWHERE = "logs of members on other hosts lie in the data folders of their host agents; `trireme logs --data-dir` reads them there"
+ELSEWHERE = (
+    "logs of members on other hosts lie in the data folders of their host agents; `trireme logs "
+    "--data-dir` reads them there"
+)
 
 T = TypeVar("T")
 
 
 class LogSource:
-    """Logs of a job's members, from files of the machine that the master runs on. A name from a request is only compared with the listing.
+    """Logs of a job's members, from files of the machine that the master runs on. A name from a request is
+    only compared with the listing.
 
-    `folders`: patterns (as of a shell) of the folders where logs lie. `by_job`: each of these has a folder for each job. At most
-    `most` reads at once: of more, each raises TooManyRequests.
+    `folders`: patterns (as of a shell) of the folders where logs lie. `by_job`: each of these has a folder
+    for each job. At most `most` reads at once: of more, each raises TooManyRequests.
     """
 
     def __init__(self, folders: Sequence[str] = (), *, by_job: bool = False, most: int = 64) -> None:
@@ -184,8 +196,8 @@ class LogSource:
             raise NotFound(msg, hint=ELSEWHERE)
 
     async def page(self, job: str, page_size: int, page_token: str) -> bytes:
-        """A LogPage as JSON. `job` is one that the process knows. Logs are not deleted while their job is there, so none is left
-        out by who pages."""
+        """A LogPage as JSON. `job` is one that the process knows. Logs are not deleted while their job is
+        there, so none is left out by who pages."""
         return await self._in_thread(lambda: self._page(job, offset_of(page_token), page_size))
 
     async def find(self, job: str, name: str) -> LogFile | None:
@@ -194,10 +206,15 @@ class LogSource:
         return LogFile(path, pause=_give_way) if path is not None else None
 
     async def lines(
-        self, file: LogFile, after: int | None, before: int | None, tail: int, show: Callable[[LogFile, list[Line]], T]
+        self,
+        file: LogFile,
+        after: int | None,
+        before: int | None,
+        tail: int,
+        show: Callable[[LogFile, list[Line]], T],
     ) -> T:
-        """What was written after byte `after`; None: the last `tail` lines before byte `before`. Then `news` goes on. `show` makes an
-        answer of them in the thread. Raises NotFound if the file is gone."""
+        """What was written after byte `after`; None: the last `tail` lines before byte `before`. Then `news`
+        goes on. `show` makes an answer of them in the thread. Raises NotFound if the file is gone."""
 
         def read() -> T:
             if after is not None:
@@ -211,9 +228,12 @@ class LogSource:
         return await self._in_thread(lambda: show(file, file.news(count=ANSWER_LINES, most=ANSWER_BYTES)))
 
     async def _in_thread(self, read: Callable[[], T]) -> T:
-        """A read counts until it has ended, also if nobody waits for it any more: a file system that hangs takes no more of them."""
+        """A read counts until it has ended, also if nobody waits for it any more: a file system that hangs
+        takes no more of them."""
         if len(self._reads) >= self._most:
-            raise TooManyRequests(f"{len(self._reads)} reads of logs are in progress here, at most {self._most} may be")
+            raise TooManyRequests(
+                f"{len(self._reads)} reads of logs are in progress here, at most {self._most} may be"
+            )
         reading = asyncio.get_running_loop().run_in_executor(self._threads, _told, read)
         self._reads.add(reading)
         reading.add_done_callback(self._reads.discard)
@@ -278,6 +298,8 @@ def _named(paths: dict[str, Path], name: str) -> Path | None:
         return paths[name]
     member = _OWN_ID.sub("", name)
     epochs = [
-        int(log.removeprefix(f"{member}-")) for log in paths if re.fullmatch(re.escape(member) + r"-\d{1,9}", log)
+        int(log.removeprefix(f"{member}-"))
+        for log in paths
+        if re.fullmatch(re.escape(member) + r"-\d{1,9}", log)
     ]
     return paths.get(f"{member}-{max(epochs)}" if epochs else member)

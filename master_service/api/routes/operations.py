@@ -1,7 +1,8 @@
 """What takes long (operations), and what asks for it: checkpoints, and resizes of the running job.
 
-A request answers 202 with an Operation; `wait_s` waits for its end. One resize runs at a time; what one would move is told without it.
-Models are exported by `trireme export`: that needs torch and the job's script, which a master does not load.
+A request answers 202 with an Operation; `wait_s` waits for its end. One resize runs at a time; what one would
+move is told without it. Models are exported by `trireme export`: that needs torch and the job's script, which
+a master does not load.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from trireme_shared.protocol.rest import (
 
 @dataclass(frozen=True)
 class AskingFor:
-    """What every request for an operation brings, and how it is answered: 202, with the place of its progress. `by`: for people, who asks."""
+    """What every request for an operation brings, and how it is answered: 202, with the place of its
+    progress. `by`: for people, who asks."""
 
     master: Master
     response: Response
@@ -57,7 +59,8 @@ class AskingFor:
     async def begin(
         self, call: Callable[[Once[Operation] | None], Awaitable[Operation]], place: str = "operations"
     ) -> Operation:
-        """The operation as it is then. If it was asked for before and has been forgotten since: as it was at first."""
+        """The operation as it is then. If it was asked for before and has been forgotten since: as it was at
+        first."""
         try:
             begun = await answered(call(Once(self.keyed, lambda begun: begun) if self.keyed else None))
         except AnsweredBefore as before:
@@ -110,15 +113,20 @@ checkpoints = APIRouter(prefix="/checkpoints", tags=["checkpoints"])
 
 
 @checkpoints.post("", operation_id="createCheckpoint", status_code=202)
-async def create_checkpoint(master: MasterOf, asking: Asking, asked: CreateCheckpoint | None = None) -> Operation:
-    """Save one of the next steps; training does not stop for it. A request that comes while one is being made gets the next one."""
+async def create_checkpoint(
+    master: MasterOf, asking: Asking, asked: CreateCheckpoint | None = None
+) -> Operation:
+    """Save one of the next steps; training does not stop for it. A request that comes while one is being made
+    gets the next one."""
     asked, operations = asked or CreateCheckpoint(), master.term.operations
     cause, limit_s = asked.cause or asking.by, asked.limit_s
     return await asking.begin(lambda once: operations.create_checkpoint(asking.key, cause, limit_s, once))
 
 
 @checkpoints.get("", operation_id="listCheckpoints")
-async def list_checkpoints(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> CheckpointPage:
+async def list_checkpoints(
+    master: MasterOf, page_size: PageSize = 100, page_token: PageToken = ""
+) -> CheckpointPage:
     """Checkpoints that are kept, the newest of the job's present history first."""
     return await committed(master, lambda: render.checkpoints(master.job, page_size, page_token))
 
@@ -133,14 +141,19 @@ async def get_checkpoint(master: MasterOf, checkpoint_id: str) -> CheckpointDeta
 async def verify_checkpoint(master: MasterOf, asking: Asking, checkpoint_id: str) -> Operation:
     """Read every part and compare its checksum; the operation is FAILED if one is not as it was written."""
     operations = master.term.operations
-    return await asking.begin(lambda once: operations.verify_checkpoint(asking.key, asking.by, checkpoint_id, once))
+    return await asking.begin(
+        lambda once: operations.verify_checkpoint(asking.key, asking.by, checkpoint_id, once)
+    )
 
 
 @checkpoints.post("/{checkpoint_id}/restore", operation_id="restoreCheckpoint", status_code=202)
 async def restore_checkpoint(master: MasterOf, asking: Asking, checkpoint_id: str) -> Operation:
-    """The whole job goes back to that step and continues from there. The files are verified before anything is stopped."""
+    """The whole job goes back to that step and continues from there. The files are verified before anything
+    is stopped."""
     cause, operations = f"restore {asking.by}", master.term.operations
-    return await asking.begin(lambda once: operations.restore_checkpoint(asking.key, cause, checkpoint_id, once))
+    return await asking.begin(
+        lambda once: operations.restore_checkpoint(asking.key, cause, checkpoint_id, once)
+    )
 
 
 resizes = APIRouter(tags=["resizes"])
@@ -156,7 +169,9 @@ async def create_resize(master: MasterOf, asking: Asking, asked: CreateResize) -
     numbers = asked.trainers, asked.pservers, asked.strategy
     key, cause = asking.key, asked.cause or asking.by
     return render.resize(
-        await asking.begin(lambda once: operations.create_resize(key, cause, *numbers, asked.limit_s, once), "resizes")
+        await asking.begin(
+            lambda once: operations.create_resize(key, cause, *numbers, asked.limit_s, once), "resizes"
+        )
     )
 
 
@@ -176,7 +191,8 @@ async def get_resize(master: MasterOf, resize_id: str, wait_s: WaitS = 0.0) -> R
 
 @resizes.post("/resizes/{resize_id}/cancel", operation_id="cancelResize")
 async def cancel_resize(master: MasterOf, answering: AnsweringInJob, resize_id: str) -> ResizeView:
-    """Groups of slots that have moved stay where they are; no others move. The job wants as many members as that needs."""
+    """Groups of slots that have moved stay where they are; no others move. The job wants as many members as
+    that needs."""
     call = partial(master.term.operations.cancel_resize, resize_id)
     return await answering.answer(ResizeView, call, render.resize)
 

@@ -1,7 +1,8 @@
 """Version, metrics and health, for monitoring.
 
-Prometheus metrics are made from the jobs at each scrape: nothing is counted twice, nothing is kept from one term to the next. Their names:
-`trireme_`, base units at the end, `_total` for what only grows; no rates (Prometheus makes them). Labels have few values.
+Prometheus metrics are made from the jobs at each scrape: nothing is counted twice, nothing is kept from one
+term to the next. Their names: `trireme_`, base units at the end, `_total` for what only grows; no rates
+(Prometheus makes them). Labels have few values.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ async def check_health() -> Health:
 
 @open_router.get("/readyz", operation_id="checkReadiness")
 async def check_readiness(jobs: JobsOf) -> Health:
-    """`ok`: it leads and can answer. `standby`: another master leads, and this one could take over. Else NOT_LEADER (it has lost
-    etcd, say) or NOT_READY."""
+    """`ok`: it leads and can answer. `standby`: another master leads, and this one could take over. Else
+    NOT_LEADER (it has lost etcd, say) or NOT_READY."""
     return Health(status="ok" if jobs.check_ready() else "standby")
 
 
@@ -94,7 +95,9 @@ def _cluster(state: ClusterState) -> Iterator[Metric]:
     for standing in Standing:
         jobs.add_metric([standing.lower()], standings[standing])
     yield jobs
-    pool = GaugeMetricFamily("trireme_pool_members", "registered members of the pool", labels=["kind", "state"])
+    pool = GaugeMetricFamily(
+        "trireme_pool_members", "registered members of the pool", labels=["kind", "state"]
+    )
     members = Counter((place[0], _state_of(state, place)) for place in state.members)
     for kind in ("trainer", "pserver"):
         for name in ("idle", "assigned", "draining"):
@@ -149,7 +152,9 @@ def _samples(to: _Families, master: Master, term: Term) -> None:
     skipped = "records left out: their loss or gradient was not finite"
     to.counter("trireme_skipped_records", skipped, metrics.skipped)
     if (last := next(reversed(metrics.epochs.values()), None)) is not None and last.loss is not None:
-        to.gauge("trireme_epoch_loss", "mean loss of the epoch under way, of what this master was told", last.loss)
+        to.gauge(
+            "trireme_epoch_loss", "mean loss of the epoch under way, of what this master was told", last.loss
+        )
     missed = "asynchronous: of closed tasks, never applied at that parameter server"
     for cause, counts in (("lost", job.losses.lost), ("skipped", job.losses.skipped)):
         for index, count in counts.items():

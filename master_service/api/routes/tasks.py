@@ -1,11 +1,16 @@
-"""Tasks: their states, what users ask for about one, and what trainers do with them (leases): acquire, report progress, complete, fail.
+"""Tasks: their states, what users ask for about one, and what trainers do with them (leases): acquire, report
+progress, complete, fail.
 
-The requests of trainers for every task are served in front of FastAPI: same URLs and answers, 0.4 ms faster each.
+The requests of trainers for every task are served in front of FastAPI: same URLs and answers, 0.4 ms faster
+each.
 
-    POST /v1/jobs/{job}/task-leases..., JSON, a valid body ──► DirectTaskLeases: the Master's method ──► its record as JSON, or its problem
-    anything else ──► FastAPI, with the body as it came: it documents these routes and refuses every request that is not valid
+    POST /v1/jobs/{job}/task-leases..., JSON, a valid body ──► DirectTaskLeases: the Master's method ──► its
+        record as JSON, or its problem
+    anything else ──► FastAPI, with the body as it came: it documents these routes and refuses every request
+        that is not valid
 
-Nothing is accepted in front that FastAPI would refuse. What a request does is said once: in `acquired`, and in REPORTS.
+Nothing is accepted in front that FastAPI would refuse. What a request does is said once: in `acquired`, and
+in REPORTS.
 """
 
 from __future__ import annotations
@@ -79,17 +84,17 @@ async def get_task(master: MasterOf, task_id: str) -> TaskView:
 
 @router.post("/tasks/{task_id}/retry", operation_id="retryTask")
 async def retry_task(master: MasterOf, answering: AnsweringInJob, request: Request, task_id: str) -> TaskView:
-    """A DISCARDED task of the current epoch is given out again, with all its attempts before it. Minibatches that were applied are not
-    applied twice. A synchronous job cannot: its lanes have gone on."""
+    """A DISCARDED task of the current epoch is given out again, with all its attempts before it. Minibatches
+    that were applied are not applied twice. A synchronous job cannot: its lanes have gone on."""
     call = partial(master.retry_task, task_id, asked_by(request))
     return await answering.answer(TaskView, call, partial(render.asked_task, master.job))
 
 
 @router.post("/tasks/{task_id}/skip", operation_id="skipTask")
 async def skip_task(master: MasterOf, answering: AnsweringInJob, request: Request, task_id: str) -> TaskView:
-    """A PENDING or REQUEUED task is DISCARDED without more attempts; who works on it is told that its attempt is stale. The task of a
-    synchronous job stays as it is until its present attempt has failed. Refused if the job would fail for it
-    (max_discarded_fraction)."""
+    """A PENDING or REQUEUED task is DISCARDED without more attempts; who works on it is told that its attempt
+    is stale. The task of a synchronous job stays as it is until its present attempt has failed. Refused if
+    the job would fail for it (max_discarded_fraction)."""
     call = partial(master.skip_task, task_id, asked_by(request))
     return await answering.answer(TaskView, call, partial(render.asked_task, master.job))
 
@@ -123,10 +128,13 @@ async def acquire_task(
     ask: AcquireTask,
     idempotency_key: Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)] = None,
 ) -> TaskAnswer:
-    """A task, or why there is none. The same `request` (= Idempotency-Key) gets the same pending task again. With `wait_s` the
-    answer comes when there is a task, at most so many seconds later."""
+    """A task, or why there is none. The same `request` (= Idempotency-Key) gets the same pending task again.
+    With `wait_s` the answer comes when there is a task, at most so many seconds later."""
     if idempotency_key is not None and idempotency_key != ask.request:
-        msg = f"Idempotency-Key {idempotency_key!r} and request {ask.request!r} differ; send the same id in both"
+        msg = (
+            f"Idempotency-Key {idempotency_key!r} and request {ask.request!r} differ; send the same id "
+            "in both"
+        )
         raise InvalidArgument(msg)
     return await acquired(master, ask, request.receive)
 
@@ -140,8 +148,11 @@ async def report_task_progress(
 
 
 @leases.post("/{task_id}/complete", operation_id="completeTask")
-async def complete_task(master: MasterOf, answering: AnsweringInJob, task_id: str, done: CompleteTask) -> Completed:
-    """Takes effect exactly once, however often it is sent. With `next`: another task of the shared stream in the same transaction."""
+async def complete_task(
+    master: MasterOf, answering: AnsweringInJob, task_id: str, done: CompleteTask
+) -> Completed:
+    """Takes effect exactly once, however often it is sent. With `next`: another task of the shared stream in
+    the same transaction."""
     call = partial(master.complete_task, task_id, done)
     return await answering.answer(Completed, call, lambda completed: completed)
 
@@ -224,13 +235,16 @@ class DirectTaskLeases:
             return None
         return partial(self._report, job, parts[0], *REPORTS[parts[1]])
 
-    # ------------------------------------------------------------ each raises before it awaits what FastAPI shall answer
+    # ------------------------------------------------------------ each raises before it awaits what FastAPI
+    # shall answer
 
     def _acquire(
         self, job: str | None, idempotency_key: bytes | None, body: bytes, receive: Receive
     ) -> Awaitable[Record | None]:
         ask = AcquireTask.model_validate_json(body)
-        if idempotency_key is not None and (len(ask.request) > 200 or idempotency_key != ask.request.encode("utf-8")):
+        if idempotency_key is not None and (
+            len(ask.request) > 200 or idempotency_key != ask.request.encode("utf-8")
+        ):
             raise _Unusual
         return acquired(self._jobs.find(job), ask, receive)
 

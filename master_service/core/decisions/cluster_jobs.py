@@ -1,11 +1,14 @@
-"""The life of a cluster's jobs: what their users ask for (create, pause, resume, cancel, delete), what becomes of a job whose term has
-ended, when it is forgotten, and the places that it has after a resize; members that users drain; schedules. Decisions only.
+"""The life of a cluster's jobs: what their users ask for (create, pause, resume, cancel, delete), what
+becomes of a job whose term has ended, when it is forgotten, and the places that it has after a resize;
+members that users drain; schedules. Decisions only.
 
-QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its leader stops it with a checkpoint first and then
-writes where it is (`finish`). Asking again for what is so already changes nothing.
+QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its leader stops it with a
+checkpoint first and then writes where it is (`finish`). Asking again for what is so already changes nothing.
 
-createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too -> the schedule gives places, or takes them
-drain ─► its assignment goes with the next schedule ─► its process leaves in order ─► drained         undrain ─► idle
+createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too -> the schedule
+    gives places, or takes them
+drain ─► its assignment goes with the next schedule ─► its process leaves in order ─► drained
+    undrain ─► idle
 """
 
 from __future__ import annotations
@@ -60,11 +63,15 @@ EVENTS = {
     Standing.QUEUED: "job_queued",
     Standing.CANCELLED: "job_cancelled",
 }
-STOPPED = {"run": Standing.QUEUED, "pause": Standing.PAUSED, "cancel": Standing.CANCELLED}  # by what was asked for last
+# by what was asked for last
+STOPPED = {"run": Standing.QUEUED, "pause": Standing.PAUSED, "cancel": Standing.CANCELLED}
 
 
-def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp: str) -> ClusterDecision[ClusterJob]:
-    """Answers the new job. `asked`: with spec, scheduling and source_digest. Raises InvalidArgument, Conflict."""
+def create(
+    state: ClusterState, asked: ClusterJob, source: Source | None, stamp: str
+) -> ClusterDecision[ClusterJob]:
+    """Answers the new job. `asked`: with spec, scheduling and source_digest. Raises InvalidArgument,
+    Conflict."""
     _check_name(state, asked.job)
     _check_counts(state.jobs)
     check_scheduling(asked.spec, asked.scheduling)
@@ -78,7 +85,9 @@ def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp:
         reason="was just submitted",
         create_time=stamp,
     )
-    decision = _change(job, "job_created", f"job {job.job} was submitted with priority {job.scheduling.priority}")
+    decision = _change(
+        job, "job_created", f"job {job.job} was submitted with priority {job.scheduling.priority}"
+    )
     stored = (PutSource(source.digest, source),) if source is not None else ()
     return replace(decision, changes=stored + decision.changes)
 
@@ -100,8 +109,8 @@ def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
 
 
 def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
-    """An ACTIVE job whose pause is not done yet goes on, or is QUEUED as soon as it is. A FAILED one is QUEUED, too: whoever asks
-    has opened it again. Raises NotFound, Conflict."""
+    """An ACTIVE job whose pause is not done yet goes on, or is QUEUED as soon as it is. A FAILED one is
+    QUEUED, too: whoever asks has opened it again. Raises NotFound, Conflict."""
     job = state.job(name)
     if job.wanted == "delete":
         raise Conflict(f"job {name} is being deleted: it cannot be resumed", job=name)
@@ -138,12 +147,15 @@ def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[Cluste
 
 
 def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
-    """From now on the job is not resumed, and no job may come after it: its files are deleted. Raises NotFound, Conflict."""
+    """From now on the job is not resumed, and no job may come after it: its files are deleted. Raises
+    NotFound, Conflict."""
     job = state.job(name)
     if job.wanted == "delete":
         return Decision(job)
     if not job.standing.final:
-        msg = f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
+        msg = (
+            f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
+        )
         raise Conflict(msg, hint=f"`trireme cancel {name}` first", job=name, standing=str(job.standing))
     if names := unfinished_tasks(job, state.task_runs.get(name, {})):
         msg = f"job {name} is {job.standing}, and its {spoken(names[0])} is not over"
@@ -158,8 +170,8 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
 
 
 def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
-    """Answers the job that is no more; its script goes with the last job that has it. Call it after `begin_delete`, once the files
-    are gone. Raises NotFound; Conflict: its deletion was not begun."""
+    """Answers the job that is no more; its script goes with the last job that has it. Call it after
+    `begin_delete`, once the files are gone. Raises NotFound; Conflict: its deletion was not begun."""
     job = state.job(name)
     if job.wanted != "delete":
         raise Conflict(f"the deletion of job {name} was not begun", job=name)
@@ -179,7 +191,11 @@ def _check_name(state: ClusterState, name: str) -> None:
     known = state.jobs.get(name)
     if known is not None:
         longer = f"; to train it longer, choose another name and --init-from {name}"
-        way = f"`trireme delete {name}` frees the name{longer}" if known.standing.final else "choose another name"
+        way = (
+            f"`trireme delete {name}` frees the name{longer}"
+            if known.standing.final
+            else "choose another name"
+        )
         raise Conflict(f"job {name} exists already; it is {known.standing}", hint=way, job=name)
 
 
@@ -187,7 +203,8 @@ def _check_counts(jobs: Mapping[str, ClusterJob]) -> None:
     if len(jobs) >= MAX_JOBS:
         msg = f"the cluster keeps {len(jobs)} jobs, at most {MAX_JOBS}"
         raise Conflict(msg, hint="`trireme delete` those that have ended")
-    still = sum(not job.standing.final for job in jobs.values())  # PAUSED ones too: each of them may be resumed
+    # PAUSED ones too: each of them may be resumed
+    still = sum(not job.standing.final for job in jobs.values())
     if still >= MAX_OPEN:
         msg = f"{still} jobs of the cluster have not ended, at most {MAX_OPEN} are taken"
         raise Conflict(msg, hint="wait for one of them, or cancel one")
@@ -198,13 +215,19 @@ def check_scheduling(spec: JobSpec, scheduling: Scheduling) -> None:
     least, lanes = scheduling.min_trainers, spec.lanes
     if spec.mode is Mode.SYNC and least > lanes:
         msg = (
-            f"min_trainers {least} is more than lanes {lanes}: a synchronous job has work for {lanes} trainers at most"
+            f"min_trainers {least} is more than lanes {lanes}: a synchronous job has work for {lanes} "
+            "trainers at most"
         )
         raise InvalidArgument(msg, hint="raise lanes or lower min_trainers", min_trainers=least, lanes=lanes)
     most = min(lanes, scheduling.max_trainers or lanes)
     if spec.min_members > most:
-        msg = f"min_members {spec.min_members} is more than the {most} trainers that the job gets at most (lanes, max_trainers)"
-        raise InvalidArgument(msg, hint="lower min_members, or raise the others", min_members=spec.min_members)
+        msg = (
+            f"min_members {spec.min_members} is more than the {most} trainers that the job gets at "
+            "most (lanes, max_trainers)"
+        )
+        raise InvalidArgument(
+            msg, hint="lower min_members, or raise the others", min_members=spec.min_members
+        )
 
 
 def _check_after(jobs: Mapping[str, ClusterJob], asked: ClusterJob) -> None:
@@ -219,15 +242,18 @@ def _check_after(jobs: Mapping[str, ClusterJob], asked: ClusterJob) -> None:
                 after=name,
             )
         if before.standing in {Standing.FAILED, Standing.CANCELLED}:
-            msg = f"job {asked.job} comes after job {name}, which is {before.standing} and will never be COMPLETED"
+            msg = (
+                f"job {asked.job} comes after job {name}, which is {before.standing} and will never be "
+                "COMPLETED"
+            )
             raise InvalidArgument(msg, after=name)
     if circle := _circle(jobs, asked):
         raise InvalidArgument(f"jobs would wait for each other: {' after '.join(circle)}", circle=circle)
 
 
 def _circle(jobs: Mapping[str, ClusterJob], asked: ClusterJob) -> list[str]:
-    """The way from the new job back to itself, by what each comes after; empty: there is none. Jobs may name one that was deleted,
-    and whose name is taken again now."""
+    """The way from the new job back to itself, by what each comes after; empty: there is none. Jobs may name
+    one that was deleted, and whose name is taken again now."""
     came_from: dict[str, str] = {}
     todo = [asked.job]
     while todo:
@@ -249,7 +275,9 @@ def _waits_for(job: ClusterJob, name: str) -> bool:
     return job.epoch == 0 and not job.standing.final and name in job.scheduling.after
 
 
-def _cancel_tasks(state: ClusterState, job: ClusterJob, names: list[str], stamp: str) -> ClusterDecision[ClusterJob]:
+def _cancel_tasks(
+    state: ClusterState, job: ClusterJob, names: list[str], stamp: str
+) -> ClusterDecision[ClusterJob]:
     runs = state.task_runs.get(job.job, {})
     asked = [run_of(job, runs, name) for name in names]
     changes = tuple(
@@ -261,7 +289,8 @@ def _cancel_tasks(state: ClusterState, job: ClusterJob, names: list[str], stamp:
 
 
 def _tasks_again(state: ClusterState, job: ClusterJob) -> tuple[PutTaskRun, ...]:
-    """A job that FAILED is tried again: failed pre-tasks, too, and all post-tasks once more after its next end."""
+    """A job that FAILED is tried again: failed pre-tasks, too, and all post-tasks once more after its next
+    end."""
     if job.standing is not Standing.FAILED:
         return ()
     return tuple(
@@ -283,7 +312,9 @@ def _wanted(job: ClusterJob, wanted: Wanted, event: str) -> ClusterDecision[Clus
 
 def _ended(job: ClusterJob, what: str) -> Conflict:
     return Conflict(
-        f"job {job.job} is {job.standing}: it cannot be {what} any more", job=job.job, standing=str(job.standing)
+        f"job {job.job} is {job.standing}: it cannot be {what} any more",
+        job=job.job,
+        standing=str(job.standing),
     )
 
 
@@ -292,8 +323,11 @@ def _change(job: ClusterJob, event: str, message: str = "") -> ClusterDecision[C
     return Decision(job, (PutJob(job),), (Event(event, message, {"job": job.job}),))
 
 
-def finish(state: ClusterState, name: str, standing: Standing, reason: str, stamp: str) -> ClusterDecision[None]:
-    """Done, failed, or left as its users or the schedule wanted. `standing`: where it is now. Nothing changes if the job is not ACTIVE any more: another term has done it."""
+def finish(
+    state: ClusterState, name: str, standing: Standing, reason: str, stamp: str
+) -> ClusterDecision[None]:
+    """Done, failed, or left as its users or the schedule wanted. `standing`: where it is now. Nothing changes
+    if the job is not ACTIVE any more: another term has done it."""
     job = state.jobs.get(name)
     if job is None or job.standing is not Standing.ACTIVE:
         return Decision(None)
@@ -309,9 +343,9 @@ def finish(state: ClusterState, name: str, standing: Standing, reason: str, stam
 
 
 def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float | None) -> list[str]:
-    """Names of jobs whose retention is over, or whose deletion was begun; longest ended first. `wall_time`: seconds since 1970;
-    `retention_s`: how long a job is kept after its end, None: for ever. A job that another one waits for stays, and
-    so does one with post-tasks that are not over."""
+    """Names of jobs whose retention is over, or whose deletion was begun; longest ended first. `wall_time`:
+    seconds since 1970; `retention_s`: how long a job is kept after its end, None: for ever. A job that
+    another one waits for stays, and so does one with post-tasks that are not over."""
     waited_for = {
         name
         for job in state.jobs.values()
@@ -326,16 +360,20 @@ def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float |
             return False
         return job.job not in waited_for and not unfinished_tasks(job, state.task_runs.get(job.job, {}))
 
-    return [job.job for job in sorted(state.jobs.values(), key=lambda job: (job.end_time, job.job)) if is_due(job)]
+    return [
+        job.job for job in sorted(state.jobs.values(), key=lambda job: (job.end_time, job.job)) if is_due(job)
+    ]
 
 
 def follow_resize(
     state: ClusterState, name: str, live: JobSpec, pservers: int, holders: Collection[str], *, asked: bool
 ) -> ClusterDecision[bool]:
-    """The pool follows the numbers of members that the job has now. `live`: the job's spec as its leader has it. `pservers`: how many the job needs now; those that a resize takes away count until
-    their slots have moved, so that one that dies before is replaced. `asked`: a resize asked for its number of trainers, which may be the first one.
-    `holders`: the members of the pool whose parameter server has an index. Places of parameter servers that have none are taken back
-    once there are more than wanted. Answers whether anything changes."""
+    """The pool follows the numbers of members that the job has now. `live`: the job's spec as its leader has
+    it. `pservers`: how many the job needs now; those that a resize takes away count until their slots have
+    moved, so that one that dies before is replaced. `asked`: a resize asked for its number of trainers, which
+    may be the first one. `holders`: the members of the pool whose parameter server has an index. Places of
+    parameter servers that have none are taken back once there are more than wanted. Answers whether anything
+    changes."""
     job = state.jobs.get(name)
     if job is None or job.standing.final:
         return Decision(False)
@@ -388,9 +426,11 @@ def undrain(state: ClusterState, member: str) -> ClusterDecision[Place]:
     return Decision(place, (DropDrain(place),), (event,))
 
 
-# -------------------------------------------------------------------- schedules: jobs that begin at the times of a cron expression
+# -------------------------------------------------------------------- schedules: jobs that begin at the times
+#     of a cron expression
 # time reached ─► the job before has ended ─► its job is created, and `next_time` moves on, in one transaction
-#              └► it has not ─► forbid: this time is left out │ replace: that job is cancelled, this one is created
+#              └► it has not ─► forbid: this time is left out
+#                  │ replace: that job is cancelled, this one is created
 # If times passed while no leader lived, the latest one runs, once.
 
 MAX_SCHEDULES = 1000
@@ -400,7 +440,8 @@ NAME_CHARACTERS = 50  # with the time behind it a name of a job must not be long
 
 @dataclass(frozen=True, slots=True)
 class ScheduleLook:
-    """`again`: there may be more to do at once. `next_look_s`: until the next time of any schedule; None: there is none."""
+    """`again`: there may be more to do at once. `next_look_s`: until the next time of any schedule; None:
+    there is none."""
 
     again: bool
     next_look_s: float | None
@@ -431,11 +472,14 @@ def delete_schedule(state: ClusterState, name: str) -> ClusterDecision[JobSchedu
     """Its jobs stay. Raises NotFound."""
     found = state.schedule(name)
     drops: tuple[ClusterChange, ...] = (DropSchedule(name), *drop_unused(state, found.source_digest))
-    return Decision(found, drops, (_schedule_event("schedule_deleted", f"schedule {name} was deleted", found),))
+    return Decision(
+        found, drops, (_schedule_event("schedule_deleted", f"schedule {name} was deleted", found),)
+    )
 
 
 def run_due_schedule(state: ClusterState, wall_time: float) -> ClusterDecision[ScheduleLook]:
-    """What the schedule whose time has come first does now. One at a time, so that each transaction is small."""
+    """What the schedule whose time has come first does now. One at a time, so that each transaction is
+    small."""
     waits = [(instant(found.next_time), found.name) for found in state.schedules.values()]
     if not waits:
         return Decision(ScheduleLook(again=False, next_look_s=None))
@@ -445,9 +489,11 @@ def run_due_schedule(state: ClusterState, wall_time: float) -> ClusterDecision[S
     return _run(state, state.schedules[name], time, wall_time)
 
 
-def _run(state: ClusterState, found: JobSchedule, time: float, wall_time: float) -> ClusterDecision[ScheduleLook]:
-    """`time`: the first one that is not decided yet. It is taken itself if the expression does not name it any more: the rules of
-    time zones change."""
+def _run(
+    state: ClusterState, found: JobSchedule, time: float, wall_time: float
+) -> ClusterDecision[ScheduleLook]:
+    """`time`: the first one that is not decided yet. It is taken itself if the expression does not name it
+    any more: the rules of time zones change."""
     again = ScheduleLook(again=True, next_look_s=0.0)
     try:
         latest = max(time, latest_time(found.cron, found.time_zone, wall_time))
@@ -463,7 +509,9 @@ def _run(state: ClusterState, found: JobSchedule, time: float, wall_time: float)
     before = state.jobs.get(found.last_job)
     busy = before is not None and not before.standing.final
     if before is not None and busy and found.concurrency == "forbid":
-        reason = f"left out at {rfc3339(latest)}: job {before.job} of the time before is still {before.standing}"
+        reason = (
+            f"left out at {rfc3339(latest)}: job {before.job} of the time before is still {before.standing}"
+        )
         moved = ran.with_fields(reason=reason)
         event = _schedule_event("schedule_skipped", f"schedule {found.name}: {reason}", found)
         return Decision(again, (PutSchedule(moved),), (event,))
@@ -503,7 +551,10 @@ def _check_schedule(state: ClusterState, asked: JobSchedule) -> None:
     if len(state.schedules) >= MAX_SCHEDULES:
         raise Conflict(f"the cluster has {len(state.schedules)} schedules, at most {MAX_SCHEDULES} are taken")
     if len(asked.name) > NAME_CHARACTERS:
-        msg = f"the schedule's name has {len(asked.name)} characters, at most {NAME_CHARACTERS}: its jobs get the time behind it"
+        msg = (
+            f"the schedule's name has {len(asked.name)} characters, at most {NAME_CHARACTERS}: its "
+            "jobs get the time behind it"
+        )
         raise InvalidArgument(msg, schedule=asked.name)
     for field in ("after", "not_before_time"):
         if value := getattr(asked.scheduling, field):

@@ -1,16 +1,17 @@
 """Members of a collective job: trainers have the parameters, and there are no parameter servers.
 
 WAITING       layout published, and min_members trainers have the parameters -> RUNNING, generation + 1
-RUNNING       a listed trainer is gone or has them no more, or another one has them, too -> generation + 1 (and new lanes)
-              fewer than min_members have them -> WAITING, generation + 1, nobody is listed
-              nobody has them, or a step is torn -> ROLLING_BACK to a checkpoint; without one, WAITING from the very start
-              training is over, and all that have them were gone: they may lack the last steps, which nobody makes again -> the same
-ROLLING_BACK  a trainer has loaded the checkpoint -> the queue goes back (control/recovery.py) -> RUNNING with those that have it
-              all that are there say that they cannot -> the checkpoint before
+RUNNING       a listed trainer is gone or has them no more, or another one has them, too -> generation + 1
+              (and new lanes) fewer than min_members have them -> WAITING, generation + 1, nobody is listed
+              nobody has them, or a step is torn -> ROLLING_BACK to a checkpoint; without one, WAITING from
+              the very start training is over, and all that have them were gone: they may lack the last steps,
+              which nobody makes again -> the same
+ROLLING_BACK  a trainer has loaded the checkpoint -> the queue goes back (control/recovery.py) -> RUNNING with
+              those that have it all that are there say that they cannot -> the checkpoint before
 
-A trainer says in its own key what it has (`holds`): the parameters of this timeline, which began with this checkpoint. Who does not
-say so is no member: it still fetches them from the others. Who was gone for a while, because its lease ran out, doubts what it has
-until it knows how far the others are.
+A trainer says in its own key what it has (`holds`): the parameters of this timeline, which began with this
+checkpoint. Who does not say so is no member: it still fetches them from the others. Who was gone for a while,
+because its lease ran out, doubts what it has until it knows how far the others are.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def why_lost(state: JobState, listed: TrainerList, members: Members) -> MissingP
     if having := members.holding(state.timeline, state.checkpoint):
         if state.stage is Stage.TRAIN or _certain(listed, members, having):
             return None
-        return MissingParameters("who is left was gone when training ended, and may not have the last version")
+        return MissingParameters(
+            "who is left was gone when training ended, and may not have the last version"
+        )
     if state.generation == state.timeline and not state.checkpoint:  # it has not run yet
         if members.initialiser in members.trainers:
             return None
@@ -73,12 +76,16 @@ def why_waiting(spec: JobSpec, state: JobState, members: Members) -> str:
     if not having:
         return f"waiting for {members.initialiser} to say that it has the parameters"
     if having < spec.min_members:
-        return f"waiting for {spec.min_members} trainers that have the parameters (min_members), {having} of {len(members.trainers)} have them"
+        return (
+            f"waiting for {spec.min_members} trainers that have the parameters (min_members), {having} "
+            f"of {len(members.trainers)} have them"
+        )
     return ""
 
 
 def begins_without_some(state: JobState, members: Members, decision: Decision[None]) -> bool:
-    """Whether `decision` begins the job while trainers are there that do not say yet that they have the parameters: they may in a moment."""
+    """Whether `decision` begins the job while trainers are there that do not say yet that they have the
+    parameters: they may in a moment."""
     after = [change for change in decision.changes if isinstance(change, JobState)]
     begins = state.phase is Phase.WAITING and bool(after) and after[-1].phase is Phase.RUNNING
     return begins and len(members.holding(state.timeline, state.checkpoint)) < len(members.trainers)
@@ -95,12 +102,16 @@ def still_loading(state: JobState, members: Members) -> list[str]:
 
 
 def give_up_loading(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
-    """ROLLING_BACK takes longer than recovery_timeout_s: the job fails if too few trainers have loaded the checkpoint."""
+    """ROLLING_BACK takes longer than recovery_timeout_s: the job fails if too few trainers have loaded the
+    checkpoint."""
     if state.phase is not Phase.ROLLING_BACK or recovery.is_restored(spec, state, None, members):
         return Decision(None)
     having, waits = members.holding(state.timeline, state.checkpoint), storage_waits(members)
     why = f" ({next(iter(waits.values()))})" if waits else ""
-    reason = f"{len(having)} of {len(members.trainers)} trainers loaded the checkpoint within recovery_timeout_s {spec.recovery_timeout_s:g}, {spec.min_members} must{why}"
+    reason = (
+        f"{len(having)} of {len(members.trainers)} trainers loaded the checkpoint within "
+        f"recovery_timeout_s {spec.recovery_timeout_s:g}, {spec.min_members} must{why}"
+    )
     return fail(state, reason, FailureCause.STORAGE if waits else FailureCause.MEMBERS)
 
 
@@ -112,8 +123,11 @@ def storage_waits(members: Members) -> dict[str, str]:
 # -------------------------------------------------------------------- parts
 
 
-def _without_doubted(spec: JobSpec, listed: TrainerList, members: Members, having: tuple[str, ...]) -> tuple[str, ...]:
-    """Without trainers that come back and do not know yet whether they can follow those that went on. With them, if nobody went on, or too few."""
+def _without_doubted(
+    spec: JobSpec, listed: TrainerList, members: Members, having: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Without trainers that come back and do not know yet whether they can follow those that went on. With
+    them, if nobody went on, or too few."""
     certain = _certain(listed, members, having)
     went_on = any(name in listed and not _is_doubted(members, name) for name in having)
     return certain if went_on and len(certain) >= spec.min_members else having
@@ -130,10 +144,15 @@ def _is_doubted(members: Members, name: str) -> bool:
 
 
 def _supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
-    """While trainers load: another checkpoint if none of them can. One that can is enough: the others get everything from it."""
+    """While trainers load: another checkpoint if none of them can. One that can is enough: the others get
+    everything from it."""
     if not state.checkpoint:
         return recovery.start_over(spec, state, None, state.reason)
-    if members.holding(state.timeline, state.checkpoint) or not members.trainers or still_loading(state, members):
+    if (
+        members.holding(state.timeline, state.checkpoint)
+        or not members.trainers
+        or still_loading(state, members)
+    ):
         return Decision(None)
     said = {name: holds for name, member in members.trainers.items() if (holds := member.holds) is not None}
     if any(holds.superseded for holds in said.values()):
@@ -142,7 +161,9 @@ def _supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[Non
     return recovery.fall_back(spec, state, None, members.latest, f"{name}: {holds.error}")
 
 
-def _wait(spec: JobSpec, state: JobState, listed: TrainerList, members: Members, reason: str) -> Decision[None]:
+def _wait(
+    spec: JobSpec, state: JobState, listed: TrainerList, members: Members, reason: str
+) -> Decision[None]:
     if state.phase is Phase.WAITING and reason == state.reason:
         return Decision(None)
     fields: Fields = {"trainers": len(members.trainers), "min_members": spec.min_members}

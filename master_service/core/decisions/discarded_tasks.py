@@ -1,13 +1,16 @@
 """Tasks that are discarded, or given again, for another reason than their own failures. Decisions only.
 
 users' requests    DISCARDED --retry--> REQUEUED        PENDING, REQUEUED --skip--> DISCARDED (a lane's task: once its present attempt fails)
-deadly records     a process dies ─► its successor reports the minibatch that it had begun ─► counted by task, in a row at one minibatch
-                   a trainer completes the task ─► forgotten      LEAST_DEATHS in a row at one minibatch ─► discarded when it is to be given again
+deadly records     a process dies ─► its successor reports the minibatch that it had begun
+    ─► counted by task, in a row at one minibatch
+                   a trainer completes the task ─► forgotten      LEAST_DEATHS in a row at one minibatch
+                       ─► discarded when it is to be given again
 
-Requests are for the epoch that is under way, and change nothing if it is so already. Deadly records end the process which computes them (a
-crash in C, exit, out of memory, a hang): they are found by where processes die. Deaths from outside hit a minibatch by chance. It would take
-LEAST_DEATHS of them in a row at the same one, before anybody gets past it. What else the dead process had begun is counted too, and is read by
-itself from then on (`Task.alone`), so it is counted once or twice at most.
+Requests are for the epoch that is under way, and change nothing if it is so already. Deadly records end the
+process which computes them (a crash in C, exit, out of memory, a hang): they are found by where processes
+die. Deaths from outside hit a minibatch by chance. It would take LEAST_DEATHS of them in a row at the same
+one, before anybody gets past it. What else the dead process had begun is counted too, and is read by itself
+from then on (`Task.alone`), so it is counted once or twice at most.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ from trireme_shared.protocol.records.record import shortened
 
 @dataclass(frozen=True, slots=True)
 class AskedTask:
-    """The task as it is then. `record`: None where it is as before. `failures`: of one that stays with its trainer."""
+    """The task as it is then. `record`: None where it is as before. `failures`: of one that stays with its
+    trainer."""
 
     task_id: str
     state: str
@@ -57,30 +61,39 @@ class AskedTask:
 
 
 def retry(job: Job, task_id: str, by: str) -> Decision[AskedTask]:
-    """A new attempt resumes where the ledgers say, so no minibatch counts twice. `by`: who asks, for people. Raises NotFound, NotReady,
-    Conflict for a task that is not discarded, or that a lane has passed."""
+    """A new attempt resumes where the ledgers say, so no minibatch counts twice. `by`: who asks, for people.
+    Raises NotFound, NotReady, Conflict for a task that is not discarded, or that a lane has passed."""
     queue, state = _open_queue(job, task_id), job.queue_of(task_id).state_of(task_id)
     if state in ("PENDING", "REQUEUED"):
         return Decision(AskedTask(task_id, state))
     if state != "DISCARDED":
         _refuse(queue, task_id, state, "tried again", "DISCARDED")
     if queue.by_lane:
-        msg = f"task {task_id} cannot be tried again: its lane has gone on, and records of a lane are trained in their order"
+        msg = (
+            f"task {task_id} cannot be tried again: its lane has gone on, and records of a lane are "
+            "trained in their order"
+        )
         raise Conflict(msg, hint="restoreCheckpoint goes back to before it; or start another job")
     lost = queue.discarded[queue.epoch, task_id].task
     drop, cause = DropDiscarded(task_id, queue.epoch), f"tried again, {by}"
     event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
-    if lost.index >= queue.cursors.get(queue.streams.name(0), 0):  # it is still to come, since the job went back
+    # it is still to come, since the job went back
+    if lost.index >= queue.cursors.get(queue.streams.name(0), 0):
         return Decision(AskedTask(task_id, "TODO"), (drop,), (event,))
     back = RequeuedTask(
-        attempts=lost.attempts, failures=0, cause=cause, stream=lost.stream, epoch=lost.epoch, index=lost.index
+        attempts=lost.attempts,
+        failures=0,
+        cause=cause,
+        stream=lost.stream,
+        epoch=lost.epoch,
+        index=lost.index,
     )
     return Decision(AskedTask(task_id, "REQUEUED", back), (drop, PutRequeued(task_id, back)), (event,))
 
 
 def skip(job: Job, task_id: str, by: str) -> Decision[AskedTask]:
-    """Raises NotFound, NotReady, Conflict for a task that is done, that nobody has tried yet, or whose records are more than the job may
-    lose."""
+    """Raises NotFound, NotReady, Conflict for a task that is done, that nobody has tried yet, or whose
+    records are more than the job may lose."""
     queue, state = _open_queue(job, task_id), job.queue_of(task_id).state_of(task_id)
     if state == "DISCARDED":
         return Decision(AskedTask(task_id, state))
@@ -99,14 +112,17 @@ def skip(job: Job, task_id: str, by: str) -> Decision[AskedTask]:
 
 
 def _open_queue(job: Job, task_id: str) -> TaskQueue:
-    """Raises NotFound; NotReady while the job stands still; Conflict if its stage or its epochs are over, or not there yet."""
+    """Raises NotFound; NotReady while the job stands still; Conflict if its stage or its epochs are over, or
+    not there yet."""
     queue = job.queue_of(task_id)
     if job.state.phase.final:
         raise Conflict(f"task {task_id} cannot change: the job is {job.state.phase}")
     if job.state.phase is not Phase.RUNNING:
         raise NotReady(f"the job is {job.state.phase}: {job.state.reason}; ask again when it runs")
     if queue is not job.due or queue.epoch >= queue.epochs:
-        raise Conflict(f"task {task_id} cannot change: {queue.kind} is not what the job does now ({job.state.stage})")
+        raise Conflict(
+            f"task {task_id} cannot change: {queue.kind} is not what the job does now ({job.state.stage})"
+        )
     return queue
 
 
@@ -120,18 +136,25 @@ def _refuse(queue: TaskQueue, task_id: str, state: str, what: str, states: str) 
 def _check_loss(job: Job, queue: TaskQueue, task_id: str) -> None:
     """Nobody asks for the end of the job in this way. Raises Conflict."""
     if queue.kind is TaskKind.EXPORT:
-        raise Conflict(f"task {task_id} cannot be skipped: without its export the job fails", hint="cancel the job")
-    lost, limit = lost_records(queue, task_id, queue.epoch), job.spec.max_discarded_fraction * queue.streams.records
+        raise Conflict(
+            f"task {task_id} cannot be skipped: without its export the job fails", hint="cancel the job"
+        )
+    lost, limit = (
+        lost_records(queue, task_id, queue.epoch),
+        job.spec.max_discarded_fraction * queue.streams.records,
+    )
     if lost > limit:
         msg = (
-            f"with task {task_id} {lost} of {queue.streams.records} records of epoch {queue.epoch} would be discarded, more "
+            f"with task {task_id} {lost} of {queue.streams.records} records of epoch {queue.epoch} "
+            "would be discarded, more "
             f"than max_discarded_fraction {job.spec.max_discarded_fraction:g}: the job would fail"
         )
         raise Conflict(msg, hint="start the job with a larger max_discarded_fraction")
 
 
 def _last_attempt(queue: TaskQueue, task_id: str, state: str, cause: str) -> Decision[AskedTask]:
-    """Parameter servers may have data of a lane's attempt that is under way: its trainer has to end it first."""
+    """Parameter servers may have data of a lane's attempt that is under way: its trainer has to end it
+    first."""
     failures = queue.max_failures - 1
     changes: tuple[Change, ...]
     if held := queue.pending.get(task_id):
@@ -168,13 +191,16 @@ DIED = "ProcessDied"
 
 
 def count(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
-    """One more death at `report.died_at`. None if it was counted before. Nothing is discarded here: another trainer may be past that place.
-    Raises NotFound; InvalidArgument for a place that the job cannot have."""
+    """One more death at `report.died_at`. None if it was counted before. Nothing is discarded here: another
+    trainer may be past that place. Raises NotFound; InvalidArgument for a place that the job cannot have."""
     assert report.died_at is not None
     queue, counts = job.queue_of(task_id), job.budget.counts
     epoch = queue.epoch if report.epoch is None else report.epoch
     if report.died_at < -1 or not 0 <= epoch < queue.epochs:
-        msg = f"{report.trainer} reports a death at minibatch {report.died_at} of epoch {epoch}: the queue has {queue.epochs} epochs"
+        msg = (
+            f"{report.trainer} reports a death at minibatch {report.died_at} of epoch {epoch}: the "
+            f"queue has {queue.epochs} epochs"
+        )
         raise InvalidArgument(msg)
     before = next((each for each in counts.deaths if (each.epoch, each.task_id) == (epoch, task_id)), None)
     in_a_row = before is not None and before.minibatch == report.died_at
@@ -185,16 +211,24 @@ def count(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | No
     trainers = (*trainers, shortened(report.trainer, NAME_CHARACTERS))[-max(limit, REMEMBERED) :]
     now = Deaths(epoch=epoch, task_id=task_id, minibatch=report.died_at, trainers=trainers, cause=cause)
     others = tuple(each for each in counts.deaths if each is not before)[-MOST_PLACES + 1 :]
-    fields: Fields = {"task": task_id, "minibatch": report.died_at, "deaths": len(now.trainers), "cause": cause}
-    message = f"{cause}; deaths in a row at this place: {len(now.trainers)}, its task is discarded after {limit}"
+    fields: Fields = {
+        "task": task_id,
+        "minibatch": report.died_at,
+        "deaths": len(now.trainers),
+        "cause": cause,
+    }
+    message = (
+        f"{cause}; deaths in a row at this place: {len(now.trainers)}, its task is discarded after {limit}"
+    )
     event = Event("died_at_task", message, fields)
     changed = counts.with_fields(deaths=(*others, now))
     return Decision(report.failure, (changed,), (event,))
 
 
 def limit_of(job: Job, task_id: str, epoch: int) -> int:
-    """After how many deaths in a row at one place the task is discarded: after the first one if it was discarded for that in an epoch
-    before, so that a deadly record does not cost LEAST_DEATHS restarts in each epoch."""
+    """After how many deaths in a row at one place the task is discarded: after the first one if it was
+    discarded for that in an epoch before, so that a deadly record does not cost LEAST_DEATHS restarts in each
+    epoch."""
     least = max(LEAST_DEATHS, job.spec.max_task_failures)
     known = any(
         each.task_id == task_id and each.epoch < epoch and len(each.trainers) >= least
@@ -204,8 +238,9 @@ def limit_of(job: Job, task_id: str, epoch: int) -> int:
 
 
 def discard_deadly(job: Job, ask: AcquireTask) -> Decision[None]:
-    """Discards a task at which too many processes died, before `ask` can get it. A lane's task is asked for by the lane's owner, so nobody
-    else has it; of a shared stream, one that was put back. Raises StaleGeneration."""
+    """Discards a task at which too many processes died, before `ask` can get it. A lane's task is asked for
+    by the lane's owner, so nobody else has it; of a shared stream, one that was put back. Raises
+    StaleGeneration."""
     deaths = job.budget.counts.deaths
     if not deaths or ask.look or job.state.phase is not Phase.RUNNING:
         return Decision(None)

@@ -1,11 +1,13 @@
 """Evaluations while a job trains: when one begins, what it gave, what a rollback undoes.
 
-checkpoint of its version committed ─ begin ─► VALIDATE tasks ─► METRICS task ─ settle ─► Evaluation; trainers may go on behind the
+checkpoint of its version committed ─ begin ─► VALIDATE tasks ─► METRICS task ─ settle
+    ─► Evaluation; trainers may go on behind the
 next such version     checkpoint lost, or damaged ─ leave_out ─► the same, without a result     rollback ─ rewind ─► forgotten
 
-Asynchronous: minibatches trained, and the evaluation before it is over ─ due ─► each cut until one is committed is marked with its number.
-Training waits for none. It ends early once all tasks that were given are done. What has not begun when training is over is left out: the
-evaluation after training follows at once.
+Asynchronous: minibatches trained, and the evaluation before it is over ─ due
+    ─► each cut until one is committed is marked with its number.
+Training waits for none. It ends early once all tasks that were given are done. What has not begun when
+training is over is left out: the evaluation after training follows at once.
 """
 
 from __future__ import annotations
@@ -66,20 +68,30 @@ SHOWN = 4
 def begin(job: Job) -> Decision[bool]:
     """The next evaluation whose checkpoint is there. Answers whether one has begun."""
     state, status = job.state, job.evaluation
-    over = state.stage is not Stage.TRAIN and (job.spec.mode is Mode.ASYNC or state.stage is not Stage.EVALUATE)
+    over = state.stage is not Stage.TRAIN and (
+        job.spec.mode is Mode.ASYNC or state.stage is not Stage.EVALUATE
+    )
     stands = state.phase is not Phase.RUNNING or over
-    if stands or job.spec.evaluate_every is None or status.running is not None or status.timeline != state.timeline:
+    if (
+        stands
+        or job.spec.evaluate_every is None
+        or status.running is not None
+        or status.timeline != state.timeline
+    ):
         return Decision(False)
     ref = next_due(job)
     if ref is None:
         return Decision(False)
-    running = status.with_fields(settled=ref.evaluation - 1, running=RunningEvaluation(number=ref.evaluation, ref=ref))
+    running = status.with_fields(
+        settled=ref.evaluation - 1, running=RunningEvaluation(number=ref.evaluation, ref=ref)
+    )
     fields: Fields = {"number": ref.evaluation, "step": ref.evaluated_step}
     place = evaluated_point(job.spec.mode, ref.evaluated_step)
     told = [Event("evaluation_begun", f"evaluation {ref.evaluation} begins: {place}", fields)]
     if (missing := ref.evaluation - 1 - status.settled) > 0:
         message = (
-            f"{missing} evaluations before number {ref.evaluation} are left out: their checkpoints were not written"
+            f"{missing} evaluations before number {ref.evaluation} are left out: their checkpoints "
+            "were not written"
         )
         told.insert(0, Event("evaluation_left_out", message, {"number": ref.evaluation - 1}))
     return Decision(True, (*_emptied(job), running), tuple(told))
@@ -105,7 +117,12 @@ def due(job: Job) -> int:
     """Asynchronous: number of the evaluation that is due at the next cut; 0: none."""
     spec, status, state = job.spec, job.evaluation, job.state
     unknown = status.timeline != state.timeline or status.stop_after is not None
-    if spec.evaluate_every is None or spec.mode is not Mode.ASYNC or state.stage is not Stage.TRAIN or unknown:
+    if (
+        spec.evaluate_every is None
+        or spec.mode is not Mode.ASYNC
+        or state.stage is not Stage.TRAIN
+        or unknown
+    ):
         return 0
     every = job.epoch_minibatches if spec.evaluate_every == "epoch" else int(spec.evaluate_every)
     last = status.recent[-1].step if status.recent else 0
@@ -114,14 +131,15 @@ def due(job: Job) -> int:
 
 
 def marked(job: Job, saving: Saving) -> Saving:
-    """`saving` with what the checkpoint of a cut made now says of evaluations. Every cut is marked until one is committed, since any of
-    them may be lost."""
+    """`saving` with what the checkpoint of a cut made now says of evaluations. Every cut is marked until one
+    is committed, since any of them may be lost."""
     number = due(job)
     return saving.with_fields(evaluation=number, minibatches=job.minibatches_done) if number else saving
 
 
 def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
-    """A task of the evaluation that runs; "wait" while it is under way, or `ask.epoch` is not settled; else "end"."""
+    """A task of the evaluation that runs; "wait" while it is under way, or `ask.epoch` is not settled; else
+    "end"."""
     status = job.evaluation
     if status.running is None:
         if ask.epoch <= status.settled:
@@ -182,7 +200,8 @@ def leave_out(job: Job, number: int, cause: str) -> Decision[None]:
 
 
 def stop(job: Job, ask: AcquireTask) -> Decision[None]:
-    """Training ends at the version whose positions are in `ask`, as stop_early says: all trainers do nothing else there. Raises Conflict."""
+    """Training ends at the version whose positions are in `ask`, as stop_early says: all trainers do nothing
+    else there. Raises Conflict."""
     if job.evaluation.stop_after is None:
         raise Conflict(f"{ask.trainer} says that training ends early, but no evaluation has said so")
     epochs = ask.stopped[0].epoch + all(position.exhausted for position in ask.stopped)
@@ -191,8 +210,9 @@ def stop(job: Job, ask: AcquireTask) -> Decision[None]:
 
 
 def stopping(job: Job, ending: str = "") -> Decision[None] | None:
-    """Asynchronous: None while tasks of training may be given. Else training ends as stop_early says, as soon as those are done that were
-    given: also those whose trainer has died, so each minibatch of a task that has begun counts. `ending`: the task that ends now."""
+    """Asynchronous: None while tasks of training may be given. Else training ends as stop_early says, as soon
+    as those are done that were given: also those whose trainer has died, so each minibatch of a task that has
+    begun counts. `ending`: the task that ends now."""
     queue, state = job.training, job.state
     if job.evaluation.stop_after is None or job.spec.mode is not Mode.ASYNC or state.stage is not Stage.TRAIN:
         return None
@@ -230,14 +250,16 @@ def trained_records(job: Job, positions: Sequence[LanePosition]) -> int:
 
 
 def gives_up(kind: TaskKind, failure: UserFailure | None) -> bool:
-    """Whether a discarded task of that kind ends its evaluation and not the job: the files could not be read."""
+    """Whether a discarded task of that kind ends its evaluation and not the job: the files could not be
+    read."""
     unread = {CheckpointUnusable.code, StorageUnreachable.code}
     return kind in BESIDE and failure is not None and failure.error_type in unread
 
 
 def rewind(job: Job, step: int) -> tuple[Change, ...]:
-    """The job goes back to the version `step` (asynchronous: to its checkpoint of that number) in its present timeline: later evaluations are
-    not in force any more, and come again. One that has begun begins anew: once training is over, it would not come again."""
+    """The job goes back to the version `step` (asynchronous: to its checkpoint of that number) in its present
+    timeline: later evaluations are not in force any more, and come again. One that has begun begins anew:
+    once training is over, it would not come again."""
     if job.spec.evaluate_every is None:
         return ()
     done = [job.evaluations[number] for number in sorted(job.evaluations)]
@@ -245,7 +267,8 @@ def rewind(job: Job, step: int) -> tuple[Change, ...]:
     while left and left[-1].left_out and not left[-1].step:
         left.pop()  # its version is not known: it may be a later one
     if left and (best := left[-1].best) is not None and not _is_kept(job, best.checkpoint):
-        left = [each for each in left if each.number < best.number]  # that one is made again, with its checkpoint
+        # that one is made again, with its checkpoint
+        left = [each for each in left if each.number < best.number]
     last, running = left[-1] if left else None, job.evaluation.running
     goes_on = running is not None and job.spec.mode is Mode.ASYNC and running.ref.step <= step
     status = EvaluationStatus(
@@ -259,13 +282,15 @@ def rewind(job: Job, step: int) -> tuple[Change, ...]:
     )
     if job.spec.mode is Mode.ASYNC:
         return *_emptied(job), DropEvaluationsAfter(status.settled), status
-    # later results of a synchronous job stay: it may be restored to a later checkpoint, and then those before it are over
+    # later results of a synchronous job stay: it may be restored to a later checkpoint, and then those before
+    # it are over
     unknown = [DropEvaluation(each.number) for each in done if each.number > status.settled and each.left_out]
     return *_emptied(job), *unknown, status
 
 
 def in_force(job: Job) -> list[Evaluation]:
-    """Those that are over in the job's present timeline, in their order: later ones are of steps that it left in a restore."""
+    """Those that are over in the job's present timeline, in their order: later ones are of steps that it left
+    in a restore."""
     return [job.evaluations[number] for number in sorted(job.evaluations) if number <= job.evaluation.settled]
 
 
@@ -284,14 +309,20 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
     status = job.evaluation
     best = better(status.best, done, job.spec.keep_best)
     if best is not None and best.number == done.number:
-        event = replace(event, message=f"{event.message} (the best so far)", fields={**event.fields, "best": True})
+        event = replace(
+            event, message=f"{event.message} (the best so far)", fields={**event.fields, "best": True}
+        )
     before = status.recent[-1].patience if status.recent else None
     patience = before if done.left_out else patience_after(before, done.metrics, job.spec.stop_early)
     done = done.with_fields(best=best, patience=patience)
     told = [event]
     if patience is not None and patience.over and job.spec.stop_early is not None:
         stop = job.spec.stop_early
-        end = "after the tasks under way" if job.spec.mode is Mode.ASYNC else "at the next step that is evaluated"
+        end = (
+            "after the tasks under way"
+            if job.spec.mode is Mode.ASYNC
+            else "at the next step that is evaluated"
+        )
         message = f"training ends {end}: {stop.metric} was not better in {patience.worse} evaluations"
         told.append(Event("stopping_early", message, {"number": done.number, "step": done.step}))
     recent = (*status.recent, done)[-RECENT:]
@@ -311,7 +342,11 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
 def _nobody_reports(job: Job, metrics: Mapping[str, float]) -> str:
     """Which setting names a metric that neither this evaluation nor one before has; "": none does."""
     before = {name for each in in_force(job) for name in each.metrics}
-    return why_unreported(job.spec, metrics) if why_unreported(job.spec, {**metrics, **dict.fromkeys(before)}) else ""
+    return (
+        why_unreported(job.spec, metrics)
+        if why_unreported(job.spec, {**metrics, **dict.fromkeys(before)})
+        else ""
+    )
 
 
 def _is_kept(job: Job, uuid: str) -> bool:
@@ -331,7 +366,8 @@ def _stopped(job: Job, step: int, epochs: int, records: int) -> Decision[None]:
     told = Event("stopped_early", f"training ends at {place}, as stop_early says", {"step": step})
     result = job.state.result.with_fields(trained_records=records, stopped_step=step, stopped_epochs=epochs)
     states = tuple(
-        change.with_fields(result=result) if isinstance(change, JobState) else change for change in ended.changes
+        change.with_fields(result=result) if isinstance(change, JobState) else change
+        for change in ended.changes
     )
     return Decision(None, states, (told, *ended.events))
 
@@ -342,6 +378,10 @@ def _stop_after(last: Evaluation | None) -> int | None:
 
 def _emptied(job: Job) -> tuple[Change, ...]:
     """The queues, if anything of them is stored."""
-    used = [queue for queue in job.beside if queue.dispatched or queue.pending or queue.requeued or queue.discarded]
+    used = [
+        queue
+        for queue in job.beside
+        if queue.dispatched or queue.pending or queue.requeued or queue.discarded
+    ]
     sums: tuple[Change, ...] = (ValidationSums(),) if job.validation != ValidationSums() else ()
     return *(RestartQueue(queue.kind) for queue in used), *sums

@@ -16,7 +16,13 @@ from typing import TypeVar
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, PutDiscarded, RestartQueue
 from master_service.core.state import phases
 from master_service.core.state.job import FailureBudget, Job
-from trireme_shared.protocol.errors import Conflict, DatasetError, LayoutMismatch, ResourceExhausted, StorageUnreachable
+from trireme_shared.protocol.errors import (
+    Conflict,
+    DatasetError,
+    LayoutMismatch,
+    ResourceExhausted,
+    StorageUnreachable,
+)
 from trireme_shared.protocol.records import (
     CompleteTask,
     EvaluationSums,
@@ -62,8 +68,8 @@ def cause_of(failure: UserFailure | None) -> FailureCause:
 
 
 def start_again(state: JobState) -> Decision[bool]:
-    """The user starts a job that has failed again: it may go on, unless its script is the cause. It has no members now, so
-    it goes back to its newest checkpoint as soon as they are there."""
+    """The user starts a job that has failed again: it may go on, unless its script is the cause. It has no
+    members now, so it goes back to its newest checkpoint as soon as they are there."""
     if state.phase is not Phase.FAILED or state.cause in (None, FailureCause.SCRIPT):
         return Decision(False)
     again = phases.started_again(state)
@@ -78,8 +84,9 @@ def start_again(state: JobState) -> Decision[bool]:
 
 
 def train_longer(state: JobState, epochs: int) -> Decision[None]:
-    """The user gives the job `epochs` epochs, more than it had. If training was over it goes on from the newest checkpoint, as soon as
-    members are there; what followed training comes again. Raises Conflict if the job was stopped early."""
+    """The user gives the job `epochs` epochs, more than it had. If training was over it goes on from the
+    newest checkpoint, as soon as members are there; what followed training comes again. Raises Conflict if
+    the job was stopped early."""
     if state.stage is Stage.TRAIN:
         return Decision(None)
     if state.result.stopped_step is not None:
@@ -97,7 +104,9 @@ def stopped_early(step: int) -> Conflict:
     )
 
 
-def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure | None = None) -> Decision[None]:
+def fail(
+    state: JobState, reason: str, cause: FailureCause, failure: UserFailure | None = None
+) -> Decision[None]:
     """The job has failed. A job that has ended already stays as it is."""
     if state.phase.final:
         return Decision(None)
@@ -110,8 +119,11 @@ def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure
 
 
 def with_counts(job: Job, decision: Decision[A]) -> Decision[A]:
-    """`decision`, in which the result of a job that fails says what was trained and what was left out until then."""
-    if job.state.phase.final or not any(isinstance(c, JobState) and c.phase is Phase.FAILED for c in decision.changes):
+    """`decision`, in which the result of a job that fails says what was trained and what was left out until
+    then."""
+    if job.state.phase.final or not any(
+        isinstance(c, JobState) and c.phase is Phase.FAILED for c in decision.changes
+    ):
         return decision
     discarded = [each.records for each in job.training.discarded.values()]
     discarded += [c.records for c in decision.changes if isinstance(c, PutDiscarded) and c.task_id.isdigit()]
@@ -130,12 +142,14 @@ def with_counts(job: Job, decision: Decision[A]) -> Decision[A]:
     return replace(decision, changes=tuple(map(counted, decision.changes)))
 
 
-def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, *, in_task: bool) -> Decision[None]:
+def count_failure(
+    budget: FailureBudget, state: JobState, failure: UserFailure, *, in_task: bool
+) -> Decision[None]:
     """The counts after one more failure, and the end of the job if it was one too many.
 
-    Before a step is known to be done, the same error twice ends the job: it would fail every time. After that a failure
-    inside a task does not count here: the task is discarded when its own failures are spent. One outside tasks always counts.
-    A fatal one ends the job at once.
+    Before a step is known to be done, the same error twice ends the job: it would fail every time. After that
+    a failure inside a task does not count here: the task is discarded when its own failures are spent. One
+    outside tasks always counts. A fatal one ends the job at once.
     """
     if failure.fatal:
         where = f" in {failure.task}" if failure.task else ""
@@ -160,8 +174,8 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
 
 
 def count_outside_tasks(job: Job, failure: UserFailure) -> Decision[None]:
-    """As `count_failure`, of a trainer that does not train. While others train, a model that is not the job's concerns its own trainer
-    alone: it is refused, and nothing is counted."""
+    """As `count_failure`, of a trainer that does not train. While others train, a model that is not the job's
+    concerns its own trainer alone: it is refused, and nothing is counted."""
     others = (job.members.trainers.keys() & set(job.trainers.names)) - {failure.trainer}
     if failure.error_type == LayoutMismatch.code and others:
         return Decision(None)
@@ -193,7 +207,8 @@ def advance_stage(
 
 
 def _result(job: Job, report: CompleteTask | None) -> JobResult:
-    """Of a completed job. `report`: the export's; its sums are the user's `metrics(sums)`, else the sums are the metrics."""
+    """Of a completed job. `report`: the export's; its sums are the user's `metrics(sums)`, else the sums are
+    the metrics."""
     discarded = list(job.training.discarded.values())
     lost = sum(change.records for change in discarded)
     stopped = job.evaluation.stop_after is not None and job.state.result.stopped_step is not None
@@ -216,7 +231,8 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
 
 
 def _best(job: Job, report: CompleteTask | None) -> BestEvaluation | None:
-    """Trainers of an asynchronous job do not know how many minibatches there were before the evaluation after training."""
+    """Trainers of an asynchronous job do not know how many minibatches there were before the evaluation after
+    training."""
     best = report.best if report else None
     if best is None or best.checkpoint or job.spec.mode is Mode.SYNC:
         return best

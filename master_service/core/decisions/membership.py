@@ -29,7 +29,8 @@ from trireme_shared.protocol.records import (
 
 
 def storage_events(before: Members, now: Members) -> tuple[Event, ...]:
-    """Which pservers (collective: trainers) can no longer write checkpoints, which can again, and which wait for the storage to load one."""
+    """Which pservers (collective: trainers) can no longer write checkpoints, which can again, and which wait
+    for the storage to load one."""
     events: list[Event] = []
     for index, server in sorted(now.pservers.items()):
         events += _storage_events(f"pserver-{index}", before.pservers.get(index), server, {"pserver": index})
@@ -39,7 +40,10 @@ def storage_events(before: Members, now: Members) -> tuple[Event, ...]:
 
 
 def _storage_events(
-    name: str, before: PserverMember | TrainerMember | None, now: PserverMember | TrainerMember, fields: Fields
+    name: str,
+    before: PserverMember | TrainerMember | None,
+    now: PserverMember | TrainerMember,
+    fields: Fields,
 ) -> Iterator[Event]:
     if now.waits and not (before and before.waits):
         yield Event("storage_away", now.waits, fields)
@@ -51,7 +55,9 @@ def _storage_events(
 
 def missing(spec: JobSpec, listed: TrainerList, slots: SlotMap | None, members: Members) -> list[str]:
     """Names of the members that the job counts on and etcd does not have."""
-    pservers = [f"pserver-{index}" for index in placement.holders(spec, slots) if index not in members.pservers]
+    pservers = [
+        f"pserver-{index}" for index in placement.holders(spec, slots) if index not in members.pservers
+    ]
     trainers = [trainer for trainer in listed.names if trainer not in members.trainers]
     return (pservers if members.init_done else []) + trainers
 
@@ -64,8 +70,8 @@ def reconcile(
     members: Members,
     lane_s: LaneSeconds | None = None,
 ) -> Decision[None]:
-    """Bring the job in line with its members. Idempotent: applied once, the same members change nothing more. `lane_s`: see
-    new_list."""
+    """Bring the job in line with its members. Idempotent: applied once, the same members change nothing more.
+    `lane_s`: see new_list."""
     if state.phase.final:
         return Decision(None)
     if state.phase is Phase.ROLLING_BACK:
@@ -93,9 +99,12 @@ def reconcile(
 
 
 def rebalance(job: Job) -> Decision[None]:
-    """Other shares of lanes, in a new generation, if they make steps WORTH_MOVING times faster by what trainers reported."""
+    """Other shares of lanes, in a new generation, if they make steps WORTH_MOVING times faster by what
+    trainers reported."""
     spec, state, listed = job.spec, job.state, job.trainers
-    running = state.phase is Phase.RUNNING and state.stage is Stage.TRAIN and listed.generation == state.generation
+    running = (
+        state.phase is Phase.RUNNING and state.stage is Stage.TRAIN and listed.generation == state.generation
+    )
     if spec.mode is not Mode.SYNC or spec.stragglers == "off" or not running or not listed.names:
         return Decision(None)
     generation = state.generation + 1
@@ -104,15 +113,17 @@ def rebalance(job: Job) -> Decision[None]:
     if not expected or step_s(listed, expected) <= WORTH_MOVING * step_s(better, expected):
         return Decision(None)
     before_s, after_s = step_s(listed, expected), step_s(better, expected)
-    reason = f"lanes follow the measured speed: a step takes about {after_s:.3g} s instead of {before_s:.3g} s"
+    reason = (
+        f"lanes follow the measured speed: a step takes about {after_s:.3g} s instead of {before_s:.3g} s"
+    )
     fields: Fields = {"generation": generation, "before_s": round(before_s, 6), "after_s": round(after_s, 6)}
     moved = state.with_fields(generation=generation, reason=reason)
     return Decision(None, (better, moved), (Event("lanes_moved", reason, fields),))
 
 
 def only_joins(state: JobState, trainers: TrainerList, decision: Decision[None]) -> bool:
-    """Whether `decision` only counts trainers in, or says what a waiting job waits for: nothing is lost if it is taken a little
-    later, together with what comes until then."""
+    """Whether `decision` only counts trainers in, or says what a waiting job waits for: nothing is lost if it
+    is taken a little later, together with what comes until then."""
     found = [change for change in decision.changes if isinstance(change, JobState)]
     if not found or any(not isinstance(change, JobState | TrainerList) for change in decision.changes):
         return False
@@ -121,7 +132,9 @@ def only_joins(state: JobState, trainers: TrainerList, decision: Decision[None])
         return after == state.with_fields(reason=after.reason)
     same = state.phase is after.phase is Phase.RUNNING and after.timeline == state.timeline
     listed = [change for change in decision.changes if isinstance(change, TrainerList)]
-    return same and bool(trainers.names) and bool(listed) and listed[-1].places.keys() > trainers.places.keys()
+    return (
+        same and bool(trainers.names) and bool(listed) and listed[-1].places.keys() > trainers.places.keys()
+    )
 
 
 def _obstacle(spec: JobSpec, members: Members, missing: list[int]) -> str:
@@ -136,7 +149,9 @@ def _obstacle(spec: JobSpec, members: Members, missing: list[int]) -> str:
 def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
     if reason == state.reason:
         return Decision(None)
-    event = Event("job_waiting", reason, {"pservers": len(members.pservers), "trainers": len(members.trainers)})
+    event = Event(
+        "job_waiting", reason, {"pservers": len(members.pservers), "trainers": len(members.trainers)}
+    )
     return Decision(None, (state.with_fields(reason=reason),), (event,))
 
 
@@ -153,7 +168,9 @@ def regroup(
     joined = [t for t in now if t not in before]
     away = [t for t in before.names if t not in now]
     parts = [f"{t} joined" for t in joined]
-    parts += [f"{t} has the parameters no more" if t in members.trainers else members.absence(t) for t in away]
+    parts += [
+        f"{t} has the parameters no more" if t in members.trainers else members.absence(t) for t in away
+    ]
     reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
     if not now:
         reason += "; waiting for a trainer"

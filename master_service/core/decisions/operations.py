@@ -1,8 +1,9 @@
 """Requests that take long: create a checkpoint, verify one, restore the job to one.
 
 CREATE    asked -> job/checkpoint written -> lane 0 carries it into a version -> that one is `latest` -> DONE
-          asynchronous: asked -> the next pause (pause_checkpoint.py) -> its checkpoint, or a later one, is `latest` -> DONE
-          while one is being made: asked -> that one has ended -> as above, for all that asked meanwhile
+          asynchronous: asked -> the next pause (pause_checkpoint.py) -> its checkpoint, or a later one, is
+          `latest` -> DONE while one is being made: asked -> that one has ended -> as above, for all that
+          asked meanwhile
 RESTORE   asked -> every part read -> ROLLING_BACK(timeline) -> RUNNING in that timeline -> DONE
 VERIFY    asked -> every part read -> DONE | FAILED
 RESIZE    see resize.py
@@ -18,9 +19,15 @@ from master_service.core.state.job import KEPT_OPERATIONS, Job, Members, end_ope
 from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
 from trireme_shared.protocol.records import Mode, Phase, Stage, Strategy
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, history, saved_point
-from trireme_shared.protocol.records.operations import Operation, OperationKind, OperationState, saves_on_demand
+from trireme_shared.protocol.records.operations import (
+    Operation,
+    OperationKind,
+    OperationState,
+    saves_on_demand,
+)
 
-ASK_AGAIN_S = 30.0  # after 30, 90, 210, ... seconds: lane 0 may have changed its owner, and the request was missed
+# after 30, 90, 210, ... seconds: lane 0 may have changed its owner, and the request was missed
+ASK_AGAIN_S = 30.0
 DRAIN_LIMIT_S = 60.0
 MAX_RUNNING = 16  # of a kind; the files of verifications are read one after the other
 AT_ONCE = 40  # operations in one transaction
@@ -31,9 +38,10 @@ READS_FILES = (OperationKind.RESTORE_CHECKPOINT, OperationKind.VERIFY_CHECKPOINT
 
 
 def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operation]:
-    """Answers the operation: the one that the same key began before. (CREATE) If one waits whose checkpoint is not begun, that one
-    answers, or with a key of its own (`keyed`) one that shares its checkpoint, so that the same key finds it again. One whose
-    step may be chosen already is older than the request: another one waits for its end. Raises NotFound, Conflict."""
+    """Answers the operation: the one that the same key began before. (CREATE) If one waits whose checkpoint
+    is not begun, that one answers, or with a key of its own (`keyed`) one that shares its checkpoint, so that
+    the same key finds it again. One whose step may be chosen already is older than the request: another one
+    waits for its end. Raises NotFound, Conflict."""
     if (known := _known(job, asked)) is not None:
         return Decision(known)
     if asked.kind in READS_FILES:
@@ -56,7 +64,9 @@ def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operatio
                 msg = f"{waiting} verifications run or wait already, at most {MAX_RUNNING} are taken"
                 raise Conflict(msg, hint="wait until one of them has ended")
             return _begin(
-                job, asked, _asked_event(asked, "verify_asked", f"verify {saved_point(job.spec.mode, asked.step or 0)}")
+                job,
+                asked,
+                _asked_event(asked, "verify_asked", f"verify {saved_point(job.spec.mode, asked.step or 0)}"),
             )
         case OperationKind.RESIZE:
             asked = resize.checked(job, asked)
@@ -90,7 +100,10 @@ def find_checkpoint(job: Job, checkpoint_id: str) -> CheckpointRef:
     ref = recovery.ref_of(job.members.latest, checkpoint_id)
     if ref is None:
         there = [f"{ref.uuid} ({saved_point(job.spec.mode, ref.step)})" for ref in _kept(job.members)]
-        msg = f"job {job.spec.job} has no checkpoint {checkpoint_id}; there are: {', '.join(there) or 'none yet'}"
+        msg = (
+            f"job {job.spec.job} has no checkpoint {checkpoint_id}; there are: "
+            f"{', '.join(there) or 'none yet'}"
+        )
         raise NotFound(msg, checkpoints=[ref.uuid for ref in _kept(job.members)])
     return ref
 
@@ -112,7 +125,8 @@ def mark_begun(job: Job, step: int) -> Decision[None]:
 
 
 def advance(job: Job, stamp: str) -> Decision[None]:
-    """What the members, the newest checkpoint and the job's state mean for running operations, AT_ONCE changes at most."""
+    """What the members, the newest checkpoint and the job's state mean for running operations, AT_ONCE
+    changes at most."""
     decision: Decision[None] = Decision(None)
     for operation in job.operations.running():
         if len(decision.changes) >= AT_ONCE:
@@ -143,17 +157,22 @@ def tick(job: Job, now: float, stamp: str) -> Decision[None]:
             if operation.kind is OperationKind.RESIZE:
                 decision += resize.give_up(job, operation, reason, stamp)
                 continue
-            decision += end_operation(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
+            decision += end_operation(
+                operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code
+            )
         elif operation in making and requested_s > ASK_AGAIN_S * (2**operation.attempt - 1):
             again = operation.with_fields(attempt=operation.attempt + 1, step=None)
             message = f"still no checkpoint {requested_s:.0f} s after it was asked for: asked again"
-            decision += Decision(None, (again,), (Event("checkpoint_asked", message, operation_fields(again)),))
+            decision += Decision(
+                None, (again,), (Event("checkpoint_asked", message, operation_fields(again)),)
+            )
     return decision
 
 
 def begin_next(job: Job) -> Decision[None]:
-    """No checkpoint is being made any more: the oldest request that waits has the next one made, for itself and for all others
-    that are left. One whose maker failed is left, too: another one's limit is not its own."""
+    """No checkpoint is being made any more: the oldest request that waits has the next one made, for itself
+    and for all others that are left. One whose maker failed is left, too: another one's limit is not its
+    own."""
     records = job.operations.records
     left = [
         operation
@@ -199,7 +218,10 @@ def waits_for(job: Job, operation: Operation) -> str:
     if operation.kind is not OperationKind.CREATE_CHECKPOINT and not operation.timeline:
         return "the checkpoint's files to be read and compared"
     if operation.kind is OperationKind.RESTORE_CHECKPOINT:
-        return f"the {'trainers' if collective else 'parameter servers'} to load the checkpoint ({state.phase}: {state.reason})"
+        return (
+            f"the {'trainers' if collective else 'parameter servers'} to load the checkpoint "
+            f"({state.phase}: {state.reason})"
+        )
     if state.phase is Phase.CHECKPOINTING or operation.step is not None:
         return "all trainers to pause, and every parameter server to write its part"
     if state.phase is not Phase.RUNNING:
@@ -208,7 +230,10 @@ def waits_for(job: Job, operation: Operation) -> str:
         return "the next pause"
     if not job.trainers.names:
         return "a trainer: without one no step is made"
-    return f"the next step but one, and every {'trainer' if collective else 'parameter server'} to write its part of it"
+    return (
+        f"the next step but one, and every {'trainer' if collective else 'parameter server'} to write "
+        "its part of it"
+    )
 
 
 # -------------------------------------------------------------------- parts
@@ -233,7 +258,8 @@ def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[No
 
 
 def _advance_joined(job: Job, operation: Operation, stamp: str) -> Decision[None]:
-    """It is done once the operation that makes the checkpoint is. If that one fails, another one makes it (`begin_next`)."""
+    """It is done once the operation that makes the checkpoint is. If that one fails, another one makes it
+    (`begin_next`)."""
     maker = job.operations.records.get(operation.joined)
     if maker is None or maker.state is not OperationState.DONE:
         return Decision(None)
@@ -273,7 +299,8 @@ def _known(job: Job, asked: Operation) -> Operation | None:
         return None
     if (known.kind, _about(known)) != (asked.kind, _about(asked)):
         msg = (
-            f"this Idempotency-Key asked for {known.kind} {_about(known)} before, now for {asked.kind} {_about(asked)}: "
+            f"this Idempotency-Key asked for {known.kind} {_about(known)} before, now for "
+            f"{asked.kind} {_about(asked)}: "
             "use a new key for a new request"
         )
         raise Conflict(msg, operation=known.operation_id)
@@ -309,9 +336,15 @@ def _check_possible(job: Job, what: str) -> None:
         raise Conflict(msg, hint="each parameter server saves by itself, every checkpoint_every_seconds")
     if state.phase is Phase.COMPLETED:
         latest = job.members.latest
-        have = f"; its newest checkpoint is {latest.uuid} ({saved_point(job.spec.mode, latest.step)})" if latest else ""
+        have = (
+            f"; its newest checkpoint is {latest.uuid} ({saved_point(job.spec.mode, latest.step)})"
+            if latest
+            else ""
+        )
         msg = f"job {job.spec.job} is COMPLETED: {what} is not possible any more{have}"
-        raise Conflict(msg, hint="`trireme export CHECKPOINT` gets a model out of a checkpoint; --fresh trains anew")
+        raise Conflict(
+            msg, hint="`trireme export CHECKPOINT` gets a model out of a checkpoint; --fresh trains anew"
+        )
     if state.phase is Phase.FAILED:
         msg = f"job {job.spec.job} has FAILED ({state.reason}): {what} is not possible any more"
         raise Conflict(msg, hint="fix the cause and start the job again")
@@ -343,7 +376,8 @@ def _asked_event(asked: Operation, name: str, what: str) -> Event:
 
 
 def _begin(job: Job, asked: Operation, *events: Event) -> Decision[Operation]:
-    in_force = job.operations.resize_in_force()  # the number of trainers of a job in its cluster follows from it
+    # the number of trainers of a job in its cluster follows from it
+    in_force = job.operations.resize_in_force()
     ended = [each for each in job.operations.records.values() if not each.running and each is not in_force]
     ended.sort(key=lambda operation: job.operations.since[operation.operation_id])
     surplus = min(AT_ONCE, max(0, len(ended) + 1 - KEPT_OPERATIONS))
@@ -356,7 +390,8 @@ def _kept(members: Members) -> tuple[CheckpointRef, ...]:
 
 
 def abandoned(job: Job) -> set[str]:
-    """By uuid: checkpoints newer than one that the job was restored to. They are listed, but no rollback chooses them."""
+    """By uuid: checkpoints newer than one that the job was restored to. They are listed, but no rollback
+    chooses them."""
     state = job.state
     mine = {ref.uuid for ref in history(_kept(job.members), state.timeline, state.checkpoint)}
     return {ref.uuid for ref in _kept(job.members)} - mine

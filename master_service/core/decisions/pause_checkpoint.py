@@ -1,12 +1,14 @@
-"""The checkpoint of an asynchronous job is taken in a pause: training stops for as long as a copy in memory takes.
+"""The checkpoint of an asynchronous job is taken in a pause: training stops for as long as a copy in memory
+takes.
 
-RUNNING --begin--> CHECKPOINTING, trainers/pause --all paused, or late: cut--> generation + 1 --all copied: finish--> RUNNING
+RUNNING --begin--> CHECKPOINTING, trainers/pause --all paused, or late: cut--> generation + 1 --all copied:
+    finish--> RUNNING
    ^                                                                  |
    +----- give up ------------- a pserver is too slow, or gone -------+        files are written in the background
 
-A trainer that is late (frozen, or in a long minibatch) is left out of the cut's generation, so its pushes are stale until the pause
-is over. What it pushed counts once, by the ledgers. The checkpoint holds the task queue at the revision of the cut. The cut counts
-only once `finish` has confirmed it.
+A trainer that is late (frozen, or in a long minibatch) is left out of the cut's generation, so its pushes are
+stale until the pause is over. What it pushed counts once, by the ledgers. The checkpoint holds the task queue
+at the revision of the cut. The cut counts only once `finish` has confirmed it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def can_begin(job: Job) -> bool:
 
 
 def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None]:
-    """Ask all trainers to pause, if the job runs and all parameters are there. `uuid`: of checkpoint number `saved` + 1."""
+    """Ask all trainers to pause, if the job runs and all parameters are there. `uuid`: of checkpoint number
+    `saved` + 1."""
     if not can_begin(job):
         return Decision(None)
     state = job.state
@@ -45,14 +48,16 @@ def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None
 
 
 def still_training(state: JobState, trainers: TrainerList, members: Members) -> list[str]:
-    """Trainers that have not paused yet. One whose key is gone does not count: its pushes are stale after the cut."""
+    """Trainers that have not paused yet. One whose key is gone does not count: its pushes are stale after the
+    cut."""
     uuid = state.saving.uuid if state.saving else ""
     there = [members.trainers[trainer] for trainer in trainers.names if trainer in members.trainers]
     return [member.trainer for member in there if member.paused is None or member.paused.uuid != uuid]
 
 
 def cut(job: Job, *, without_late: bool = False) -> Decision[bool]:
-    """All trainers have paused: the pservers copy. `without_late`: those that have not paused are left out until the pause is over."""
+    """All trainers have paused: the pservers copy. `without_late`: those that have not paused are left out
+    until the pause is over."""
     state, saving = job.state, job.state.saving
     if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut:
         return Decision(False)
@@ -64,7 +69,10 @@ def cut(job: Job, *, without_late: bool = False) -> Decision[bool]:
     cutting = state.with_fields(saving=saving, generation=generation)
     names = tuple(trainer for trainer in job.trainers.names if trainer not in late)
     listed = (TrainerList(generation=generation, names=names),) if late else ()
-    message = f"checkpoint {saving.step} is taken without {', '.join(late[:4])}{' and others' if len(late) > 4 else ''}: did not pause"
+    message = (
+        f"checkpoint {saving.step} is taken without "
+        f"{', '.join(late[:4])}{' and others' if len(late) > 4 else ''}: did not pause"
+    )
     fields: Fields = {"step": saving.step, "generation": generation, "trainers": len(late)}
     events = (Event("left_out_of_pause", message, fields),) if late else ()
     return Decision(True, (cutting, *listed, PutCut(saving.uuid, _cut_of(cutting, saving, names))), events)
@@ -90,7 +98,9 @@ def finish(job: Job, seconds: float) -> Decision[bool]:
     fields: Fields = {"step": saving.step, "seconds": round(seconds, 3)}
     event = Event("checkpoint_copied", message, {**fields, "checkpoint": saving.uuid})
     return Decision(
-        True, (*_running(state, job.trainers, job.members, reason), DropPause(), PutCut(saving.uuid, place)), (event,)
+        True,
+        (*_running(state, job.trainers, job.members, reason), DropPause(), PutCut(saving.uuid, place)),
+        (event,),
     )
 
 
@@ -111,7 +121,9 @@ def give_up(state: JobState, trainers: TrainerList, members: Members, cause: str
         return Decision(False)
     message = f"checkpoint {saving.step} was given up: {cause}"
     event = Event("checkpoint_given_up", message, {"step": saving.step, "cause": cause})
-    return Decision(True, (*_running(state, trainers, members, message), DropPause(), DropCut(saving.uuid)), (event,))
+    return Decision(
+        True, (*_running(state, trainers, members, message), DropPause(), DropCut(saving.uuid)), (event,)
+    )
 
 
 def _cut_of(state: JobState, saving: Saving, trainers: tuple[str, ...]) -> CheckpointCut:
@@ -135,4 +147,6 @@ def _running(state: JobState, trainers: TrainerList, members: Members, reason: s
 
 
 def _missing(job: Job) -> list[int]:
-    return [index for index in holders(job.spec, job.slots) if not has_parameters(job.state, job.members, index)]
+    return [
+        index for index in holders(job.spec, job.slots) if not has_parameters(job.state, job.members, index)
+    ]

@@ -2,10 +2,11 @@
 
 synchronous    manifest.positions (of each lane) --restore_to_positions--> changes of the job
 asynchronous   manifest.queue --read_cut--> CutQueue --restore_to_cut--> changes of the job
-                                              `--missed_minibatches--> what a pserver lacks that loaded this checkpoint
+                                              `--missed_minibatches--> what a pserver lacks that loaded this
+                                                  checkpoint
 
-`NextEpoch(epoch of the checkpoint)` is applied first; the changes follow. They are idempotent: if a master dies halfway,
-its successor does them again. There may be any number of them.
+`NextEpoch(epoch of the checkpoint)` is applied first; the changes follow. They are idempotent: if a master
+dies halfway, its successor does them again. There may be any number of them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ CAUSE = "the job went back to a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class CutQueue:
-    """The training queue at a cut. `open`: tasks that were pending or requeued, to be given again; `discarded`: by (epoch, task)."""
+    """The training queue at a cut. `open`: tasks that were pending or requeued, to be given again;
+    `discarded`: by (epoch, task)."""
 
     epoch: int
     cursor: int
@@ -63,7 +65,8 @@ def cut_in(manifest: Manifest, slots: SlotMap | None) -> CutQueue:
 
 
 def moved_losses(losses: Losses, manifest: Manifest, slots: SlotMap) -> Losses:
-    """Of other parameter servers than at the cut: each lacks at most what all together lacked that had some of its blocks, or rows of its slots."""
+    """Of other parameter servers than at the cut: each lacks at most what all together lacked that had some
+    of its blocks, or rows of its slots."""
     owners = manifest.slots.owners
     if owners == slots.owners or losses == Losses():
         return losses
@@ -112,7 +115,9 @@ def restore_to_cut(job: Job, cut: CutQueue) -> tuple[Change, ...]:
         changes += [PutRequeued(task_id, back) for task_id, back in cut.open.items()]
     changes += _restore_others(job, again=again)
     changes += [
-        DropDiscarded(task_id, epoch) for epoch, task_id in queue.discarded if (epoch, task_id) not in cut.discarded
+        DropDiscarded(task_id, epoch)
+        for epoch, task_id in queue.discarded
+        if (epoch, task_id) not in cut.discarded
     ]
     changes += [
         PutDiscarded(task_id, lost, queue.streams.records_of(task_id))
@@ -125,8 +130,8 @@ def restore_to_cut(job: Job, cut: CutQueue) -> tuple[Change, ...]:
 def missed_minibatches(job: Job, cut: CutQueue, positions: Mapping[str, int]) -> int:
     """Minibatches of done tasks that a pserver lacks which loaded this cut.
 
-    `positions`: what its ledger has of each task that was open at the cut, in minibatches (-1: all). Tasks that are open now
-    go on from its ledger and lose nothing.
+    `positions`: what its ledger has of each task that was open at the cut, in minibatches (-1: all). Tasks
+    that are open now go on from its ledger and lose nothing.
     """
     streams, size = job.training.streams, job.spec.minibatch_size
 
@@ -145,9 +150,12 @@ def records_since_cut(job: Job, cut: CutQueue) -> int:
     return _done_since(job, cut, lambda records: records, job.training.streams.records_of)
 
 
-def _done_since(job: Job, cut: CutQueue, weight: Callable[[int], int], weight_of_open: Callable[[str], int]) -> int:
-    """The sum of `weight(records)` over all tasks that are done now and were not given out at the cut, and of `weight_of_open(task)`
-    over those that are done now and were open or discarded then. Tasks are not counted one by one: a job of 1e9 records has many."""
+def _done_since(
+    job: Job, cut: CutQueue, weight: Callable[[int], int], weight_of_open: Callable[[str], int]
+) -> int:
+    """The sum of `weight(records)` over all tasks that are done now and were not given out at the cut, and of
+    `weight_of_open(task)` over those that are done now and were open or discarded then. Tasks are not counted
+    one by one: a job of 1e9 records has many."""
     queue = job.training
     streams, total = queue.streams, 0
     for epoch in range(cut.epoch, min(queue.epoch + 1, job.spec.epochs)):
@@ -165,7 +173,9 @@ def _done_since(job: Job, cut: CutQueue, weight: Callable[[int], int], weight_of
         if epoch == cut.epoch:
             tried_again = {task_id for gone_in, task_id in cut.discarded if gone_in == epoch}
             total += sum(
-                weight_of_open(task_id) for task_id in cut.open.keys() | tried_again if task_id not in not_done
+                weight_of_open(task_id)
+                for task_id in cut.open.keys() | tried_again
+                if task_id not in not_done
             )
     return total
 
@@ -179,8 +189,8 @@ def epoch_at(positions: Sequence[LanePosition]) -> int:
 
 
 def restore_to_positions(job: Job, positions: Sequence[LanePosition]) -> tuple[Change, ...]:
-    """After NextEpoch(epoch_at(positions)): each record of the epoch that the positions have not consumed is given out again,
-    exactly once. Works from any state of the queue."""
+    """After NextEpoch(epoch_at(positions)): each record of the epoch that the positions have not consumed is
+    given out again, exactly once. Works from any state of the queue."""
     again = epoch_at(positions) < job.spec.epochs
     return *_restore_training(job.training, positions), *_restore_others(job, again=again)
 
@@ -193,7 +203,9 @@ def records_since_positions(job: Job, positions: Sequence[LanePosition]) -> int:
     tasks -= sum(lost.task.epoch >= positions[0].epoch for lost in queue.discarded.values())
     for position in positions:
         at = streams.length(position.lane) if position.exhausted else position.index
-        tasks += epochs * streams.length(position.lane) + queue.cursors.get(streams.name(position.lane), 0) - at
+        tasks += (
+            epochs * streams.length(position.lane) + queue.cursors.get(streams.name(position.lane), 0) - at
+        )
     return max(0, round(tasks * streams.records / streams.total))
 
 
@@ -201,7 +213,8 @@ def records_since_positions(job: Job, positions: Sequence[LanePosition]) -> int:
 
 
 def _restore_others(job: Job, *, again: bool) -> Iterator[Change]:
-    """The other queues: they start over if training goes on (`again`), else only their pending tasks are put back."""
+    """The other queues: they start over if training goes on (`again`), else only their pending tasks are put
+    back."""
     for kind, queue in job.queues.items():
         if kind is not TaskKind.TRAIN and kind not in BESIDE:  # those are rewound with their evaluation
             touched = queue.dispatched or queue.pending or queue.requeued or queue.discarded
@@ -221,7 +234,8 @@ def _put_back(queue: TaskQueue) -> Iterator[Change]:
 def _restore_training(queue: TaskQueue, positions: Sequence[LanePosition]) -> Iterator[Change]:
     """Cursors say which tasks are done. A task that is done in part is given again: it is requeued.
 
-    A task that was discarded since stays discarded: it would fail again, and the same step might be torn again.
+    A task that was discarded since stays discarded: it would fail again, and the same step might be torn
+    again.
     """
     epoch, streams = epoch_at(positions), queue.streams
     consumed = {p.lane: streams.length(p.lane) if p.exhausted else p.index for p in positions}
@@ -233,5 +247,7 @@ def _restore_training(queue: TaskQueue, positions: Sequence[LanePosition]) -> It
             task_id = streams.at(epoch, position.lane, position.index) if partly else ""
             if partly and (epoch, task_id) not in queue.discarded:
                 name = streams.name(position.lane)
-                back = RequeuedTask(attempts=1, failures=0, cause=CAUSE, stream=name, epoch=epoch, index=position.index)
+                back = RequeuedTask(
+                    attempts=1, failures=0, cause=CAUSE, stream=name, epoch=epoch, index=position.index
+                )
                 yield PutRequeued(task_id, back)

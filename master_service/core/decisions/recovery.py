@@ -1,12 +1,14 @@
-"""Parameters are lost: whether, to which checkpoint the job goes back, when all have loaded it, and which parameter server returns alone.
+"""Parameters are lost: whether, to which checkpoint the job goes back, when all have loaded it, and which
+parameter server returns alone.
 
-RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver has it, queue restored--> RUNNING
+RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver has it, queue restored-->
+    RUNNING
    |                            |    ^ cannot be used: the checkpoint before it, in a newer timeline
    |                            +----+---- none left ----> FAILED; only the initial parameters were saved: dropped -> WAITING
    +-- there is no checkpoint yet --> WAITING: from the very start, with new members
 
-A parameter server says in its own key which checkpoint it has loaded, in which timeline. In a timeline without a checkpoint those that
-were there when the parameters got their first values have them.
+A parameter server says in its own key which checkpoint it has loaded, in which timeline. In a timeline
+without a checkpoint those that were there when the parameters got their first values have them.
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ class MissingParameters:
 def why_incomplete(
     spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, listed: TrainerList | None = None
 ) -> MissingParameters | None:
-    """Return why parameters of the job are missing, or None if none are. `listed` are the trainers of the last generation: they tell a
-    job that goes on with other members from a job that lost some of its members."""
+    """Return why parameters of the job are missing, or None if none are. `listed` are the trainers of the
+    last generation: they tell a job that goes on with other members from a job that lost some of its
+    members."""
     if slots is not None and not slots_fit(slots, spec):
         return another_number(spec, slots)
     if listed is not None and all_ended(spec, state, listed, slots, members):
@@ -91,7 +94,9 @@ def who_is_missing(members: Members, index: int) -> MissingParameters:
     return MissingParameters(f"{name} was replaced by an empty one")
 
 
-def all_ended(spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMap | None, members: Members) -> bool:
+def all_ended(
+    spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMap | None, members: Members
+) -> bool:
     """Whether all previous members have left: the job was paused, or its cluster ended."""
     holding = any(has_parameters(state, members, index) for index in holders(spec, slots))
     return not holding and not any(name in members.trainers for name in listed.names)
@@ -121,14 +126,16 @@ def has_parameters(state: JobState, members: Members, index: int) -> bool:
 
 
 def survivors(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> list[PserverMember]:
-    """Pservers that still hold parameters while others lost theirs and no checkpoint exists. They have to leave, so that all
-    start empty."""
+    """Pservers that still hold parameters while others lost theirs and no checkpoint exists. They have to
+    leave, so that all start empty."""
     placed = slots if slots is not None and slots_fit(slots, spec) else None
     lost = members.init_done and bool(why_incomplete(spec, state, placed, members))
     saved = state.checkpoint or members.latest is not None or members.own
     if state.phase.final or state.phase is Phase.CHECKPOINTING or saved or not lost:
         return []  # a checkpoint that is being made may still become the first one
-    return [members.pservers[index] for index in sorted(members.pservers) if has_parameters(state, members, index)]
+    return [
+        members.pservers[index] for index in sorted(members.pservers) if has_parameters(state, members, index)
+    ]
 
 
 # -------------------------------------------------------------------- rollback
@@ -137,7 +144,8 @@ def survivors(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
 def go_back(
     spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, why: MissingParameters
 ) -> Decision[None]:
-    """Parameters are lost: back to the newest checkpoint. Without one, back to the start, once no pserver holds any."""
+    """Parameters are lost: back to the newest checkpoint. Without one, back to the start, once no pserver
+    holds any."""
     cause = why.cause
     if members.latest is not None:
         none_left = f"{cause} and no checkpoint is left that could be loaded"
@@ -157,8 +165,8 @@ def _back_to_best(
     *,
     asked: bool = False,
 ) -> Decision[None]:
-    """To the newest usable checkpoint. Without one the job fails, except where only the initial parameters are lost: new ones
-    have the same bits."""
+    """To the newest usable checkpoint. Without one the job fails, except where only the initial parameters
+    are lost: new ones have the same bits."""
     usable = _usable(state, latest)
     if usable:
         return back_to(spec, state, slots, usable[0], cause, asked=asked)
@@ -168,7 +176,8 @@ def _back_to_best(
 
 
 def back_to_start(state: JobState, reason: str) -> Decision[None]:
-    """All pservers drop what they have, in a new timeline without a checkpoint; `supervise` starts over once they have."""
+    """All pservers drop what they have, in a new timeline without a checkpoint; `supervise` starts over once
+    they have."""
     dropping = phases.rolling_back(state, "", reason)
     fields: Fields = {"cause": reason, "step": 0, "checkpoint": "", "timeline": dropping.timeline}
     return Decision(None, (dropping,), (Event("rolling_back", reason, fields),))
@@ -183,17 +192,23 @@ def start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: st
     nobody = TrainerList(generation=restarted.generation)
     placed: tuple[Change, ...] = ()
     if slots is not None and not (slots_fit(slots, spec) and max(slots.owners) + 1 == spec.pservers):
-        placed = _new_slots(spec, slots)  # a resize may have been moving them: nothing is left that could move
+        # a resize may have been moving them: nothing is left that could move
+        placed = _new_slots(spec, slots)
     changes = (restarted, nobody, ForgetParameters(), *placed, *emptied, NextEpoch(0))
     return Decision(None, changes, (Event("started_over", reason, {"cause": reason}),))
 
 
 def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
-    """While pservers load: another checkpoint if one of them cannot, a new rollback if the number of pservers changed, a slot map if there is none."""
+    """While pservers load: another checkpoint if one of them cannot, a new rollback if the number of pservers
+    changed, a slot map if there is none."""
     if slots is not None and not slots_fit(slots, spec):
         return go_back(spec, state, slots, members, another_number(spec, slots))
     if not state.checkpoint:
-        return start_over(spec, state, slots, state.reason) if _all_dropped(spec, state, members) else Decision(None)
+        return (
+            start_over(spec, state, slots, state.reason)
+            if _all_dropped(spec, state, members)
+            else Decision(None)
+        )
     if slots is None:  # the job was a collective one when it began to go back
         return Decision(None, _new_slots(spec, slots))
     for index in sorted(members.pservers):
@@ -250,8 +265,13 @@ def fall_back(
 def choose_again(
     spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest | None
 ) -> Decision[None]:
-    """The chosen checkpoint was deleted: just before, a newer one of the old timeline had become the latest."""
-    if state.phase is not Phase.ROLLING_BACK or latest is None or ref_of(latest, state.checkpoint) is not None:
+    """The chosen checkpoint was deleted: just before, a newer one of the old timeline had become the
+    latest."""
+    if (
+        state.phase is not Phase.ROLLING_BACK
+        or latest is None
+        or ref_of(latest, state.checkpoint) is not None
+    ):
         return Decision(None)  # the pserver has seen a later revision of etcd than this master
     newest = next((ref for ref in latest.kept if ref.uuid not in state.damaged), None)
     cause = f"a newer checkpoint had taken the place of {state.checkpoint}"
@@ -263,15 +283,21 @@ def choose_again(
 def _usable(state: JobState, latest: CheckpointLatest) -> tuple[CheckpointRef, ...]:
     """Checkpoints to go back to, newest first: of the job's own history, and not damaged.
 
-    Those that a restoration left behind are not in the history. If the checkpoint that the timeline began with is not kept any
-    more, all that are kept count: it was deleted as the timeline began.
+    Those that a restoration left behind are not in the history. If the checkpoint that the timeline began
+    with is not kept any more, all that are kept count: it was deleted as the timeline began.
     """
     mine = history(latest.kept, state.timeline, state.checkpoint) or latest.kept
     return tuple(ref for ref in mine if ref.uuid not in state.damaged)
 
 
 def back_to(
-    spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str, *, asked: bool = False
+    spec: JobSpec,
+    state: JobState,
+    slots: SlotMap | None,
+    ref: CheckpointRef,
+    cause: str,
+    *,
+    asked: bool = False,
 ) -> Decision[None]:
     """All pservers load that checkpoint, in a new timeline. `asked`: see MissingParameters."""
     follows = "training continues from" if asked else "the job goes back to"
@@ -301,8 +327,8 @@ def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:
 
 
 def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> Decision[bool]:
-    """RUNNING again with the trainers that are there (collective: those that have the parameters), if all pservers have the parameters.
-    Answers whether it is.
+    """RUNNING again with the trainers that are there (collective: those that have the parameters), if all
+    pservers have the parameters. Answers whether it is.
 
     `epoch`: the epoch of the checkpoint.
     """
@@ -315,7 +341,10 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
     place = saved_point(spec.mode, step)
     reason = f"back at {place}" + ("" if trainers else "; waiting for a trainer")
     running = phases.restored(state, stage_at(spec, state.stage, epoch), reason)
-    changes: tuple[Change, ...] = (new_list(spec, job.trainers, generation, trainers, job.speeds.lane_s), running)
+    changes: tuple[Change, ...] = (
+        new_list(spec, job.trainers, generation, trainers, job.speeds.lane_s),
+        running,
+    )
     message = f"rolled back to {place} in {seconds:.1f} s; {records} records are trained again"
     fields: Fields = {
         "step": step,
@@ -328,8 +357,10 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
     return Decision(True, changes, (Event("rolled_back", message, fields),))
 
 
-# -------------------------------------------------------------------- asynchronous: a parameter server is gone, and the others continue
-# complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted: generation + 1, its losses on record
+# -------------------------------------------------------------------- asynchronous: a parameter server is
+#     gone, and the others continue
+# complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted: generation + 1, its losses
+#     on record
 #          |                   |-- the same process, whose lease had run out: it has everything, nothing is lost
 #          |                   `-- no checkpoint of its own (independent), or away too long: FAILED
 #          `-- no pserver left, nothing saved, or training is over: the whole job goes back, nothing is lost
@@ -338,7 +369,8 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
 def handle_missing(
     spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMap | None, members: Members
 ) -> Decision[None]:
-    """Record missing parameter servers as absent, or go back, or fail. Nothing more once they are recorded."""
+    """Record missing parameter servers as absent, or go back, or fail. Nothing more once they are
+    recorded."""
     if not members.init_done:
         return Decision(None)
     independent = spec.checkpoint_kind == "independent"
@@ -347,7 +379,8 @@ def handle_missing(
         if independent:
             return fail(
                 state,
-                f"{why.cause}, and independent checkpoints load only with as many; start it with as many as before",
+                f"{why.cause}, and independent checkpoints load only with as many; start it with "
+                "as many as before",
                 FailureCause.MEMBERS,
             )
         return go_back(spec, state, slots, members, why)
@@ -362,15 +395,24 @@ def handle_missing(
         return go_back(spec, state, slots, members, why)
     for index in away:
         member = members.pservers.get(index)
-        if member is not None and member.restored is not None and member.restored.error and is_back(state, member):
-            return fail(state, f"pserver-{index} cannot come back: {member.restored.error}", FailureCause.STORAGE)
-    over = state.stage is not Stage.TRAIN and members.latest is not None  # evaluation must see one set of parameters
+        if (
+            member is not None
+            and member.restored is not None
+            and member.restored.error
+            and is_back(state, member)
+        ):
+            return fail(
+                state, f"pserver-{index} cannot come back: {member.restored.error}", FailureCause.STORAGE
+            )
+    # evaluation must see one set of parameters
+    over = state.stage is not Stage.TRAIN and members.latest is not None
     if not independent and (over or len(away) == len(needed)):
         return go_back(spec, state, slots, members, why)
     if independent and (without := [index for index in away if index not in members.own]):
         return fail(
             state,
-            f"{members.absence(f'pserver-{without[0]}')} and no checkpoint of it exists yet; start the job again",
+            f"{members.absence(f'pserver-{without[0]}')} and no checkpoint of it exists yet; start "
+            "the job again",
             FailureCause.MEMBERS,
         )
     new = [index for index in away if index not in state.absent]
@@ -387,7 +429,9 @@ def _back_whole(state: JobState, whole: list[int]) -> Decision[None]:
     """Absent parameter servers that were never gone: only their leases had run out."""
     absent = tuple(index for index in state.absent if index not in whole)
     message = f"pserver-{whole[0]} is back with its parameters: its lease had run out, nothing is lost"
-    event = Event("pserver_back", message, {"pserver": whole[0], "lost_minibatches": 0, "absent": len(absent)})
+    event = Event(
+        "pserver_back", message, {"pserver": whole[0], "lost_minibatches": 0, "absent": len(absent)}
+    )
     return Decision(None, (state.with_fields(absent=absent, reason=message),), (event,))
 
 
@@ -405,25 +449,32 @@ def is_back(state: JobState, member: PserverMember) -> bool:
 def returned(state: JobState, members: Members) -> list[PserverMember]:
     """Pservers that have loaded a checkpoint and serve once their losses are on record."""
     restored = [
-        member for member in members.pservers.values() if member.restored is not None and not member.restored.error
+        member
+        for member in members.pservers.values()
+        if member.restored is not None and not member.restored.error
     ]
     return [member for member in restored if is_back(state, member)]
 
 
 def is_outdated(state: JobState, generation: int | None) -> bool:
-    """Whether a task whose first push was in `generation` may be missing at a pserver that came back since. Then it is given
-    again. The pserver takes pushes once its losses are on record, so what was done before that was counted."""
+    """Whether a task whose first push was in `generation` may be missing at a pserver that came back since.
+    Then it is given again. The pserver takes pushes once its losses are on record, so what was done before
+    that was counted."""
     return generation is not None and generation < state.mended
 
 
 def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int, int]) -> Decision[bool]:
-    """Record what `member` lacks. `lost`: minibatches since its checkpoint; `before`: (lost, skipped) at the checkpoint."""
+    """Record what `member` lacks. `lost`: minibatches since its checkpoint; `before`: (lost, skipped) at the
+    checkpoint."""
     state, restored = job.state, member.restored
     if restored is None or job.members.pservers.get(member.index) != member or not is_back(state, member):
         return Decision(False)
     generation = state.generation + 1
     absent = tuple(index for index in state.absent if index != member.index)
-    message = f"pserver-{member.index} is back from checkpoint {restored.checkpoint[:8]}: it lacks {lost:,} minibatches of closed tasks"
+    message = (
+        f"pserver-{member.index} is back from checkpoint {restored.checkpoint[:8]}: it lacks {lost:,} "
+        "minibatches of closed tasks"
+    )
     back = state.with_fields(
         generation=generation,
         mended=generation,
@@ -433,14 +484,20 @@ def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int,
     )
     losses = job.losses.with_lost(member.index, before[0] + lost, before[1])
     fields: Fields = {"pserver": member.index, "lost_minibatches": lost}
-    events = [Event("pserver_back", message, {**fields, "checkpoint": restored.checkpoint, "generation": generation})]
+    events = [
+        Event(
+            "pserver_back", message, {**fields, "checkpoint": restored.checkpoint, "generation": generation}
+        )
+    ]
     if restored.damaged:
         events.insert(0, Event("checkpoint_unusable", restored.damaged, {"pserver": member.index}))
     return Decision(True, (back, losses), tuple(events))
 
 
-# -------------------------------------------------------------------- the checkpoint of an evaluation is lost, and the result depends on it
-# a later checkpoint is the latest, or its files are damaged ─► back to the newest checkpoint before it ─► the version is made, saved and evaluated
+# -------------------------------------------------------------------- the checkpoint of an evaluation is
+#     lost, and the result depends on it
+# a later checkpoint is the latest, or its files are damaged ─► back to the newest checkpoint before it
+#     ─► the version is made, saved and evaluated
 # the first evaluation, before any checkpoint was there ─► training starts over
 # no such checkpoint is kept, or MOST_REDONE times ─► left out (evaluation.begin, evaluation.leave_out)
 
@@ -448,7 +505,8 @@ MOST_REDONE = 3
 
 
 def is_evaluation_lost(job: Job) -> bool:
-    """Whether the checkpoint of the first evaluation that is not over cannot come any more, and the job can go back for it."""
+    """Whether the checkpoint of the first evaluation that is not over cannot come any more, and the job can
+    go back for it."""
     state, status, mine = job.state, job.evaluation, evaluation.of_history(job)
     stands = state.phase is not Phase.RUNNING or state.stage not in (Stage.TRAIN, Stage.EVALUATE)
     if stands or not mine or status.timeline != state.timeline:
@@ -469,12 +527,19 @@ def go_back_for_evaluation(job: Job) -> Decision[bool]:
 
 
 def give_up_evaluation(job: Job, failure: UserFailure | None, cause: str) -> Decision[None]:
-    """The checkpoint of the evaluation that runs could not be read: the job goes back if its files are damaged, else goes on without."""
+    """The checkpoint of the evaluation that runs could not be read: the job goes back if its files are
+    damaged, else goes on without."""
     running = job.evaluation.running
     assert running is not None
     damaged = failure is not None and failure.error_type == CheckpointUnusable.code
-    if damaged and job.state.phase is Phase.RUNNING and _way_back(job, running.number, running.ref.uuid) is not None:
-        return _redo(job, running.number, f"the checkpoint of evaluation {running.number} is damaged", running.ref.uuid)
+    if (
+        damaged
+        and job.state.phase is Phase.RUNNING
+        and _way_back(job, running.number, running.ref.uuid) is not None
+    ):
+        return _redo(
+            job, running.number, f"the checkpoint of evaluation {running.number} is damaged", running.ref.uuid
+        )
     return evaluation.leave_out(job, running.number, cause)
 
 
@@ -486,7 +551,8 @@ def _way_back(job: Job, number: int, damaged: str = "") -> CheckpointRef | None:
 
 
 def _begins_anew(job: Job, mine: Sequence[CheckpointRef]) -> bool:
-    """Whether no checkpoint was there yet before the version of the first evaluation. From then on one is kept from which it can be made again."""
+    """Whether no checkpoint was there yet before the version of the first evaluation. From then on one is
+    kept from which it can be made again."""
     if job.evaluation.settled or job.state.damaged or not results_count(job.spec):
         return False
     return not any(ref.evaluated_before is None or ref.leads_to(1) for ref in mine)

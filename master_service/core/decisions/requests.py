@@ -1,4 +1,5 @@
-"""What a request may bring beside its values: an Idempotency-Key (Once), and the version that it expects (Expected). Decisions only."""
+"""What a request may bring beside its values: an Idempotency-Key (Once), and the version that it expects
+(Expected). Decisions only."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class AnsweredBefore(TriremeError):
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """A request. `key`, `asked`: digests of its Idempotency-Key and of what it asks for. `operation`: its operationId.
-    `wall_time`: when it came, seconds since 1970."""
+    """A request. `key`, `asked`: digests of its Idempotency-Key and of what it asks for. `operation`: its
+    operationId. `wall_time`: when it came, seconds since 1970."""
 
     key: str
     asked: str
@@ -91,8 +92,9 @@ class Once(Generic[A]):
         return Decision(None)
 
     def begin(self, job: Job, check: Callable[[], object]) -> Decision[bool]:
-        """For an effect that no transaction of the writer can hold: it follows, and then `end`. Answers whether it was begun before, by a
-        request whose end is not known. `check` refuses a new request. Raises AnsweredBefore, IdempotencyKeyReused."""
+        """For an effect that no transaction of the writer can hold: it follows, and then `end`. Answers
+        whether it was begun before, by a request whose end is not known. `check` refuses a new request.
+        Raises AnsweredBefore, IdempotencyKeyReused."""
         if self._known(job.answers) is not None:
             return Decision(True)
         check()
@@ -122,7 +124,9 @@ class Once(Generic[A]):
     def _kept(self, answer: str) -> KeptAnswer:
         asked = self.request
         stamp = rfc3339(asked.wall_time)
-        return KeptAnswer(key=asked.key, asked=asked.asked, operation=asked.operation, answer=answer, create_time=stamp)
+        return KeptAnswer(
+            key=asked.key, asked=asked.asked, operation=asked.operation, answer=answer, create_time=stamp
+        )
 
 
 Decide = Callable[[ClusterState, float], ClusterDecision[A]]
@@ -160,14 +164,16 @@ def version_of_place(place: Place, *, drained: bool) -> str:
 class Expected:
     """Versions of what users change in a cluster.
 
-    GET ─► version ─► the request expects it ─► its decision ─► still that version: carried out │ another one: PreconditionFailed
+    GET ─► version ─► the request expects it ─► its decision ─► still that version: carried out
+        │ another one: PreconditionFailed
 
-    A version is a digest of what users and the leader have decided, as the leader's transactions keep it in etcd: every leader has the
-    same one. Progress, reasons and what members say of themselves are no part of it. Each transaction depends on the one before, so what
-    is compared here is what etcd holds when the request takes effect.
+    A version is a digest of what users and the leader have decided, as the leader's transactions keep it in
+    etcd: every leader has the same one. Progress, reasons and what members say of themselves are no part of
+    it. Each transaction depends on the one before, so what is compared here is what etcd holds when the
+    request takes effect.
 
-    `versions`: one of them is expected; None: any. Its methods give decisions that raise NotFound, PreconditionFailed, and what the
-    given one raises.
+    `versions`: one of them is expected; None: any. Its methods give decisions that raise NotFound,
+    PreconditionFailed, and what the given one raises.
     """
 
     versions: frozenset[str] | None = None
@@ -176,7 +182,9 @@ class Expected:
         return self._checked(f"job {name}", lambda state: version_of_job(state.job(name)), decide)
 
     def schedule(self, name: str, decide: Decide[A]) -> Decide[A]:
-        return self._checked(f"schedule {name}", lambda state: version_of_schedule(state.schedule(name)), decide)
+        return self._checked(
+            f"schedule {name}", lambda state: version_of_schedule(state.schedule(name)), decide
+        )
 
     def place(self, member: str, decide: Decide[A]) -> Decide[A]:
         def version(state: ClusterState) -> str:
@@ -200,9 +208,12 @@ class Expected:
             return
         expected = sorted(self.versions)
         msg = (
-            f"{what} has version {version}, not {' or '.join(expected) or 'one that If-Match can name'}: it has changed"
+            f"{what} has version {version}, not "
+            f"{' or '.join(expected) or 'one that If-Match can name'}: it has changed"
         )
-        raise PreconditionFailed(msg, hint="read it again, then decide anew", version=version, expected=expected)
+        raise PreconditionFailed(
+            msg, hint="read it again, then decide anew", version=version, expected=expected
+        )
 
 
 ANY = Expected()

@@ -1,12 +1,14 @@
 """A resize of the running job: other numbers of trainers and parameter servers, without a pause of training.
 
-PLANNED --the job runs--> STARTING: numbers written, members come --all there--> MIGRATING --all groups moved, members there--> COMMITTED
+PLANNED --the job runs--> STARTING: numbers written, members come --all there--> MIGRATING --all groups moved,
+    members there--> COMMITTED
                              ^-- a source or target died, or the job went back to a checkpoint --'
 cancelled, or too late: groups that moved stay where they are
 
-A group is moved by the slot map alone: its source has frozen it, its target has everything of it, and both are the processes that
-the migration names. The map gives it to the target in one transaction with a new version.
-RESTART: members come as before, then a checkpoint is made, and the job goes back to it with the new slot map.
+A group is moved by the slot map alone: its source has frozen it, its target has everything of it, and both
+are the processes that the migration names. The map gives it to the target in one transaction with a new
+version. RESTART: members come as before, then a checkpoint is made, and the job goes back to it with the new
+slot map.
 """
 
 from __future__ import annotations
@@ -40,11 +42,15 @@ SAVING_LIMIT_S = 300.0
 
 
 def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strategy) -> Resize:
-    """With the job's own numbers where none is given. Raises InvalidArgument, Conflict: the job cannot have these numbers."""
+    """With the job's own numbers where none is given. Raises InvalidArgument, Conflict: the job cannot have
+    these numbers."""
     spec, name = job.spec, job.spec.job
     collective = spec.strategy is JobStrategy.COLLECTIVE
     if collective and pservers:
-        msg = f"job {name} has strategy collective: its trainers have the parameters, and there are no parameter servers to resize"
+        msg = (
+            f"job {name} has strategy collective: its trainers have the parameters, and there are no "
+            "parameter servers to resize"
+        )
         raise Conflict(msg, hint="resize the trainers only")
     if trainers is None and (pservers is None or collective):
         msg = "a resize needs a number of trainers, of pservers, or both"
@@ -59,25 +65,35 @@ def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strat
     )
     if spec.dispatch is Dispatch.ETCD:
         msg = f"job {name} is masterless: nobody leads a resize of it"
-        raise Conflict(msg, hint="end it and start it again with other numbers; it goes on from its newest checkpoint")
+        raise Conflict(
+            msg, hint="end it and start it again with other numbers; it goes on from its newest checkpoint"
+        )
     if job.state.phase.final:
         msg = f"job {name} is {job.state.phase}: there is nothing to resize"
         raise Conflict(msg)
     if collective and found.trainers < spec.min_members:
-        msg = f"{in_words('trainer', found.trainers)}: job {name} trains only while {spec.min_members} have the parameters (min_members)"
+        msg = (
+            f"{in_words('trainer', found.trainers)}: job {name} trains only while {spec.min_members} "
+            "have the parameters (min_members)"
+        )
         raise InvalidArgument(msg, hint="Ctrl-C, SIGTERM or `trireme cancel` ends a job")
     if not collective and (found.trainers < 1 or found.pservers < 1):
         msg = f"{found.trainers} trainers and {found.pservers} pservers: a job needs one of each at least"
         raise InvalidArgument(msg, hint="Ctrl-C, SIGTERM or `trireme cancel` ends a job")
     if spec.mode is Mode.SYNC and found.trainers > spec.lanes:
         msg = f"{found.trainers} trainers for {spec.lanes} lanes: the others would have nothing to compute"
-        raise InvalidArgument(msg, hint=f"at most {spec.lanes}; the number of lanes is fixed, results depend on it")
+        raise InvalidArgument(
+            msg, hint=f"at most {spec.lanes}; the number of lanes is fixed, results depend on it"
+        )
     most = min(spec.slot_count, MAX_PSERVERS)
     if found.pservers > most:
         msg = f"{found.pservers} pservers: at most {most} are possible for {spec.slot_count} slots"
         raise InvalidArgument(msg)
     if found.pservers != spec.pservers and not saves_on_demand(spec):
-        msg = f"job {name} has {spec.checkpoint_kind} checkpoints, which load only with as many parameter servers as before"
+        msg = (
+            f"job {name} has {spec.checkpoint_kind} checkpoints, which load only with as many "
+            "parameter servers as before"
+        )
         raise Conflict(msg, hint="use coordinated checkpoints, or resize the trainers only")
     return found
 
@@ -132,7 +148,10 @@ def cancel(job: Job, operation: Operation, stamp: str) -> Decision[Operation]:
         msg = f"{operation.operation_id} is no resize that runs: there is nothing to cancel"
         raise Conflict(msg)
     if operation.timeline:
-        msg = f"{operation.operation_id} loads the new slot map's parameters already: it cannot be cancelled any more"
+        msg = (
+            f"{operation.operation_id} loads the new slot map's parameters already: it cannot be "
+            "cancelled any more"
+        )
         raise Conflict(msg, hint="resize again once it has ended")
     cancelled = _back_out(job, operation, ResizePhase.CANCELLED, "cancelled", stamp, Conflict.code)
     ended = next(change for change in cancelled.changes if isinstance(change, Operation))
@@ -155,13 +174,21 @@ def advance(job: Job, operation: Operation, stamp: str) -> Decision[None]:
         reason = f"the job is {state.phase}: {state.reason}"
         return _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
     if (resize.pservers == 0) != (spec.strategy is JobStrategy.COLLECTIVE):
-        reason = f"the job was started again as {spec.strategy} with {both_in_words(spec.trainers, spec.pservers)}"
+        reason = (
+            f"the job was started again as {spec.strategy} with {both_in_words(spec.trainers, spec.pservers)}"
+        )
         return _map_as_it_is(job) + _end(job, operation, ResizePhase.FAILED, reason, stamp, Conflict.code)
     if resize.phase is ResizePhase.PLANNED:
-        return _begin(job, operation) if state.phase is Phase.RUNNING and job.members.init_done else Decision(None)
+        return (
+            _begin(job, operation)
+            if state.phase is Phase.RUNNING and job.members.init_done
+            else Decision(None)
+        )
     if (spec.trainers, spec.pservers) != (resize.trainers, resize.pservers):
         reason = f"the job was started again with {both_in_words(spec.trainers, spec.pservers)}"
-        return _map_as_it_is(job) + _end(job, operation, ResizePhase.ROLLED_BACK, reason, stamp, Conflict.code)
+        return _map_as_it_is(job) + _end(
+            job, operation, ResizePhase.ROLLED_BACK, reason, stamp, Conflict.code
+        )
     if resize.phase is ResizePhase.STARTING:
         return _start(job, operation, stamp)
     if resize.strategy is Strategy.RESTART:
@@ -204,7 +231,12 @@ def needs_checkpoint(job: Job, operation: Operation, stamp: str) -> Operation | 
     resize = operation.resize
     assert resize is not None
     due = resize.strategy is Strategy.RESTART and resize.phase is ResizePhase.STARTING and not resize.saving
-    if not due or job.state.phase is not Phase.RUNNING or unclaimed(job, resize) or not planned(job, resize.pservers):
+    if (
+        not due
+        or job.state.phase is not Phase.RUNNING
+        or unclaimed(job, resize)
+        or not planned(job, resize.pservers)
+    ):
         return None
     return Operation(
         operation_id=f"{operation.operation_id}-checkpoint",
@@ -250,7 +282,9 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     if resize.strategy is Strategy.RESTART:
         return _restart(job, operation, groups, stamp)
     if resize.attempt >= MAX_ATTEMPTS:
-        return give_up(job, operation, f"{MAX_ATTEMPTS} migrations were begun, and none came to its end", stamp)
+        return give_up(
+            job, operation, f"{MAX_ATTEMPTS} migrations were begun, and none came to its end", stamp
+        )
     attempt, pservers = resize.attempt + 1, job.members.pservers
     involved = sorted({index for group in groups for index in (group.source, group.target)})
     members = {str(index): pservers[index].incarnation for index in involved}
@@ -272,9 +306,13 @@ def _start(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     changes: tuple[Change, ...] = (operation.with_fields(resize=progress), migration)
     if joining:
         changes = (*changes, state.with_fields(joined={**state.joined, **joining}))
-    message = f"{len(groups)} groups of slots move between parameter servers {', '.join(map(str, involved[:8]))}"
+    message = (
+        f"{len(groups)} groups of slots move between parameter servers {', '.join(map(str, involved[:8]))}"
+    )
     event = Event(
-        "migration_begun", message, {"operation": operation.operation_id, "groups": len(groups), "attempt": attempt}
+        "migration_begun",
+        message,
+        {"operation": operation.operation_id, "groups": len(groups), "attempt": attempt},
     )
     return Decision(None, changes, (event,))
 
@@ -312,12 +350,18 @@ def _migrate(job: Job, operation: Operation, stamp: str) -> Decision[None]:
             resize=resize.with_fields(phase=ResizePhase.STARTING, bytes_before=resize.bytes_moved)
         )
         message = (
-            f"the migration is planned again: {why if migration is not None and slots is not None else 'it is gone'}"
+            "the migration is planned again: "
+            f"{why if migration is not None and slots is not None else 'it is gone'}"
         )
         return Decision(
-            None, (again, DropMigration()), (Event("migration_ended", message, {"operation": operation.operation_id}),)
+            None,
+            (again, DropMigration()),
+            (Event("migration_ended", message, {"operation": operation.operation_id}),),
         )
-    handed = {index: handed_of(job, migration, index) for index in sorted({group.source for group in migration.groups})}
+    handed = {
+        index: handed_of(job, migration, index)
+        for index in sorted({group.source for group in migration.groups})
+    }
     due = [
         group
         for group in migration.groups
@@ -327,7 +371,8 @@ def _migrate(job: Job, operation: Operation, stamp: str) -> Decision[None]:
         return move(job, operation, due, handed)
     moved = sum(slots.owners[group.slots[0]] == group.target for group in migration.groups)
     forgotten = all(
-        each.forgotten == sum(group.source == index for group in migration.groups) for index, each in handed.items()
+        each.forgotten == sum(group.source == index for group in migration.groups)
+        for index, each in handed.items()
     )
     if moved == len(migration.groups) and forgotten:
         return _finish(job, operation.with_fields(resize=measured(resize, handed)), stamp)
@@ -355,15 +400,20 @@ def _finish(job: Job, operation: Operation, stamp: str) -> Decision[None]:
 def _back_out(
     job: Job, operation: Operation, phase: ResizePhase | None, reason: str, stamp: str, code: str
 ) -> Decision[None]:
-    """The job keeps the slots as they are now, and wants as many members as they need. `phase` None: by what has moved."""
+    """The job keeps the slots as they are now, and wants as many members as they need. `phase` None: by what
+    has moved."""
     resize, slots = operation.resize, job.slots
     assert resize is not None
     if job.spec.strategy is JobStrategy.COLLECTIVE and resize.phase is not ResizePhase.PLANNED:
         numbers = _numbers(job.spec, resize.before_trainers, 0)
         why = f"{reason}; the job wants {in_words('trainer', resize.before_trainers)} as before"
-        return Decision(None, (numbers,)) + _end(job, operation, phase or ResizePhase.FAILED, why, stamp, code)
+        return Decision(None, (numbers,)) + _end(
+            job, operation, phase or ResizePhase.FAILED, why, stamp, code
+        )
     if resize.phase is ResizePhase.PLANNED or slots is None:
-        return _end(job, operation, phase or ResizePhase.FAILED, f"{reason}; nothing was changed", stamp, code)
+        return _end(
+            job, operation, phase or ResizePhase.FAILED, f"{reason}; nothing was changed", stamp, code
+        )
     pservers = max(max(slots.owners) + 1, min(resize.before_pservers, resize.pservers))
     if not resize.groups_moved:
         pservers = max(pservers, resize.before_pservers)
@@ -378,7 +428,9 @@ def _back_out(
     return Decision(None, changes) + _end(job, operation, ended, f"{reason}; {stay}", stamp, code)
 
 
-def _end(job: Job, operation: Operation, phase: ResizePhase, reason: str, stamp: str, code: str) -> Decision[None]:
+def _end(
+    job: Job, operation: Operation, phase: ResizePhase, reason: str, stamp: str, code: str
+) -> Decision[None]:
     closing: tuple[Change, ...] = (DropMigration(),) if job.migration is not None else ()
     assert operation.resize is not None
     ended = operation.with_fields(resize=operation.resize.with_fields(phase=phase))
@@ -386,8 +438,9 @@ def _end(job: Job, operation: Operation, phase: ResizePhase, reason: str, stamp:
 
 
 def _map_as_it_is(job: Job) -> Decision[None]:
-    """Nobody moves slots on: a map that is made for another number than its slots' owners says so, and the job goes back to a checkpoint
-    with a fresh map (lost.slots_fit). Else it would wait for owners that are not started any more."""
+    """Nobody moves slots on: a map that is made for another number than its slots' owners says so, and the
+    job goes back to a checkpoint with a fresh map (lost.slots_fit). Else it would wait for owners that are
+    not started any more."""
     slots = job.slots
     if slots is None or max(slots.owners) + 1 == slots.wanted:
         return Decision(None)
@@ -398,8 +451,10 @@ def _numbers(spec: JobSpec, trainers: int, pservers: int) -> JobSpec:
     return spec.with_fields(trainers=trainers, pservers=pservers)
 
 
-# -------------------------------------------------------------------- groups of slots on their way from source to target
-# source: `handed` in ps/<index> --the same migration, timeline and processes--> a new slot map: the target owns the group
+# -------------------------------------------------------------------- groups of slots on their way from
+#     source to target
+# source: `handed` in ps/<index> --the same migration, timeline and processes--> a new slot map: the target
+#     owns the group
 
 
 def rows_bytes(job: Job) -> dict[int, int]:
@@ -427,7 +482,8 @@ def move(job: Job, operation: Operation, due: list[Group], handed: dict[int, Han
 
 
 def _inherited(losses: Losses, group: Group) -> Losses:
-    """Blocks bring what they lack along: each block of the target lacks at most as much as the worse of both."""
+    """Blocks bring what they lack along: each block of the target lacks at most as much as the worse of
+    both."""
     source, target = str(group.source), str(group.target)
     lost, skipped = losses.lost, losses.skipped
     if source not in lost and source not in skipped:

@@ -1,7 +1,8 @@
-"""Decisions about tasks: who is given which one, and what its end, its failure or its silence leads to; and whether a report can be true.
+"""Decisions about tasks: who is given which one, and what its end, its failure or its silence leads to; and
+whether a report can be true.
 
-complete_and_take: the end of a task and the next one in one transaction. When more ends than the task (an epoch, a stage),
-no next one is taken: the trainer asks again.
+complete_and_take: the end of a task and the next one in one transaction. When more ends than the task (an
+epoch, a stage), no next one is taken: the trainer asks again.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     if ask.beside:
         decision = evaluation.acquire(job, ask)
     else:
-        decision = _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
+        decision = (
+            _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
+        )
     if (task := decision.answer.task) is None:
         return decision
     alone = job.budget.counts.has_died_at(task.epoch, task.task_id)
@@ -113,13 +116,19 @@ def _given_twice(changes: Iterable[Change]) -> Iterator[Event]:
     for change in changes:
         if isinstance(change, PutPending) and change.task.others:
             late, helper = change.task.others[0].trainer, change.task.trainer
-            fields: Fields = {"task": change.task_id, "attempt": change.task.attempt, "trainer": helper, "late": late}
+            fields: Fields = {
+                "task": change.task_id,
+                "attempt": change.task.attempt,
+                "trainer": helper,
+                "late": late,
+            }
             message = f"task {change.task_id} is late at {late}: it is given to {helper} too"
             yield Event("task_given_twice", message, fields)
 
 
 def find_late(job: Job, now: float) -> int:
-    """Marks the late tasks of an asynchronous job, in place and in memory only, once no other is left to give. How many there are."""
+    """Marks the late tasks of an asynchronous job, in place and in memory only, once no other is left to
+    give. How many there are."""
     queue = job.training
     waits = job.state.phase is not Phase.RUNNING or job.state.stage is not Stage.TRAIN or job.state.absent
     if job.spec.mode is not Mode.ASYNC or job.spec.stragglers == "off" or waits:
@@ -130,7 +139,8 @@ def find_late(job: Job, now: float) -> int:
 
 
 def close_epoch(job: Job, ask: AcquireTask) -> Decision[None]:
-    """A lane that asks for the next epoch has pulled a version in which this one is over: the request proves its end."""
+    """A lane that asks for the next epoch has pulled a version in which this one is over: the request proves
+    its end."""
     if ask.stream is None or job.state.phase is not Phase.RUNNING or job.state.stage is not Stage.TRAIN:
         return Decision(None)
     check_generation(job, ask)
@@ -148,7 +158,8 @@ def report_progress(job: Job, task_id: str, report: TaskProgress) -> TaskQueue:
 
 
 def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
-    """Raises StaleAttempt, NotFound, TooLarge. Sums and exports are written in the transaction that ends the task: never twice."""
+    """Raises StaleAttempt, NotFound, TooLarge. Sums and exports are written in the transaction that ends the
+    task: never twice."""
     queue = _queue_of(job, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
@@ -170,14 +181,19 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     if stopped is not None:
         return Decision(None, changes) + stopped
     ended = Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
-    unreported = why_unreported(job.spec, report.sums) if queue.kind is TaskKind.EXPORT and not report.best else ""
+    unreported = (
+        why_unreported(job.spec, report.sums) if queue.kind is TaskKind.EXPORT and not report.best else ""
+    )
     if unreported and job.spec.keep_best is not None:
-        ended += Decision(None, (), (Event("best_unknown", f"{unreported}: the last model alone is exported", {}),))
+        ended += Decision(
+            None, (), (Event("best_unknown", f"{unreported}: the last model alone is exported", {}),)
+        )
     return ended
 
 
 def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
-    """Raises StaleAttempt, NotFound. Answers the failure unless it was reported before; it also counts against the job's budget."""
+    """Raises StaleAttempt, NotFound. Answers the failure unless it was reported before; it also counts
+    against the job's budget."""
     queue = _queue_of(job, task_id, report)
     cause = shortened(f"{report.failure.error_type}: {report.failure.message}", CAUSE_CHARACTERS)
     closing = queue.fail(task_id, report.attempt, report.trainer, cause, report.epoch)
@@ -195,8 +211,8 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
 def expire(job: Job, now: float) -> Decision[list[str]]:
     """Tasks past their deadline are requeued or discarded; answers the trainers to evict.
 
-    Lanes wait for each other, so only the one that is silent longest is to blame: its trainer is evicted (its lanes go to
-    others), and the other tasks get a new deadline.
+    Lanes wait for each other, so only the one that is silent longest is to blame: its trainer is evicted (its
+    lanes go to others), and the other tasks get a new deadline.
     """
     if job.state.phase is not Phase.RUNNING or job.state.absent:
         return Decision([])  # tasks are late through no fault of their trainers
@@ -214,7 +230,8 @@ def _expire(job: Job, queue: TaskQueue, late: Sequence[str], now: float) -> Deci
         held = queue.pending[task_id]
         cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
         if queue.by_lane and not 0 < held.record.failures >= queue.max_failures - 1:
-            # lanes wait for each other, so this may not be the one that hangs: that one is found by where its process dies (discarded_tasks.py)
+            # lanes wait for each other, so this may not be the one that hangs: that one is found by where its
+            # process dies (discarded_tasks.py)
             decision += _put_back(queue, task_id, cause)
             continue
         closing = queue.give_up(task_id, cause)
@@ -225,7 +242,8 @@ def _expire(job: Job, queue: TaskQueue, late: Sequence[str], now: float) -> Deci
 
 
 def put_back_lost(job: Job) -> Decision[bool]:
-    """Requeue tasks of trainers that are no longer members, REQUEUES_AT_ONCE at most. Answers whether more are left."""
+    """Requeue tasks of trainers that are no longer members, REQUEUES_AT_ONCE at most. Answers whether more
+    are left."""
     if job.state.phase is not Phase.RUNNING:
         return Decision(False)
     members = job.trainers
@@ -242,7 +260,8 @@ def put_back_lost(job: Job) -> Decision[bool]:
 
 
 def freed_by(changes: Iterable[Change]) -> int | None:
-    """How many tasks these changes give back to the queue; None: perhaps any number, or those who wait get another answer now."""
+    """How many tasks these changes give back to the queue; None: perhaps any number, or those who wait get
+    another answer now."""
     freed = 0
     for change in changes:
         if isinstance(change, JobState | NextEpoch | RestartQueue | EvaluationStatus):
@@ -252,23 +271,35 @@ def freed_by(changes: Iterable[Change]) -> int | None:
 
 
 def check_generation(job: Job, ask: AcquireTask) -> None:
-    """The fence of dispatch. Raises StaleGeneration for a trainer that is not a member, that has not heard of the last roll-back (it would
-    evaluate what it has from before, or take training for the export), or (lanes) that is of an older generation."""
+    """The fence of dispatch. Raises StaleGeneration for a trainer that is not a member, that has not heard of
+    the last roll-back (it would evaluate what it has from before, or take training for the export), or
+    (lanes) that is of an older generation."""
     state = job.state
     if ask.trainer not in job.trainers:
-        msg = f"{ask.trainer} is no member of generation {state.generation}; register, and read the job's state again"
+        msg = (
+            f"{ask.trainer} is no member of generation {state.generation}; register, and read the "
+            "job's state again"
+        )
         raise StaleGeneration(msg, generation=state.generation)
     if ask.generation < state.timeline:
-        msg = f"{ask.trainer} asks in generation {ask.generation}, before the job went back to a checkpoint in {state.timeline}; read the job's state again"
+        msg = (
+            f"{ask.trainer} asks in generation {ask.generation}, before the job went back to a "
+            f"checkpoint in {state.timeline}; read the job's state again"
+        )
         raise StaleGeneration(msg, generation=state.generation)
     if ask.stream is None:
         return
     if ask.generation != state.generation:
-        msg = f"{ask.trainer} asks in generation {ask.generation}, now is {state.generation}; read lanes again"
+        msg = (
+            f"{ask.trainer} asks in generation {ask.generation}, now is {state.generation}; read lanes again"
+        )
         raise StaleGeneration(msg, generation=state.generation)
     first, last = job.trainers.lanes_of(ask.trainer)
     if job.trainers.lanes and not ask.look and not first <= ask.stream < last:
-        msg = f"lane {ask.stream} is not of {ask.trainer} (lanes {first} to {last} exclusive) in generation {state.generation}; read lanes again"
+        msg = (
+            f"lane {ask.stream} is not of {ask.trainer} (lanes {first} to {last} exclusive) in "
+            f"generation {state.generation}; read lanes again"
+        )
         raise StaleGeneration(msg, generation=state.generation)
 
 
@@ -287,10 +318,14 @@ def ended_badly(
     if closing.discarded is None:
         failures = next(c.task.failures for c in closing.changes if isinstance(c, PutRequeued | PutPending))
         fields: Fields = {"task": task_id, "failures": failures, "cause": cause}
-        return Decision(None, closing.changes, (Event("task_requeued", f"{what} goes back: {cause}", fields),))
+        return Decision(
+            None, closing.changes, (Event("task_requeued", f"{what} goes back: {cause}", fields),)
+        )
     records = queue.streams.records_of(task_id)
     fields = {"task": task_id, "records": records, "cause": cause, "epoch": closing.discarded.epoch}
-    event = Event("task_discarded", f"{what} is discarded after {closing.discarded.failures} failures: {cause}", fields)
+    event = Event(
+        "task_discarded", f"{what} is discarded after {closing.discarded.failures} failures: {cause}", fields
+    )
     ended: Decision[None] = Decision(None, closing.changes, (event,))
     running = job.evaluation.running
     if running is not None and evaluation.gives_up(queue.kind, failure):
@@ -307,7 +342,8 @@ def ended_badly(
         )
     if lost > limit:
         reason = (
-            f"{lost} of {queue.streams.records} records of epoch {closing.discarded.epoch} are discarded, more than "
+            f"{lost} of {queue.streams.records} records of epoch {closing.discarded.epoch} are "
+            "discarded, more than "
             f"max_discarded_fraction {job.spec.max_discarded_fraction:g}; the last: {what}: {cause}"
         )
         return ended + lifecycle.fail(job.state, reason, lifecycle.cause_of(failure), failure)
@@ -318,21 +354,28 @@ def ended_badly(
 
 def lost_records(queue: TaskQueue, task_id: str, epoch: int) -> int:
     """Records of the epoch that are discarded once this task is, too."""
-    return queue.streams.records_of(task_id) + sum(d.records for d in queue.discarded.values() if d.task.epoch == epoch)
+    return queue.streams.records_of(task_id) + sum(
+        d.records for d in queue.discarded.values() if d.task.epoch == epoch
+    )
 
 
 # -------------------------------------------------------------------- parts
 
 
 def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -> Decision[Task | None]:
-    """The next task, decided while `job` still holds the one that ends: its end must not matter for what is given."""
+    """The next task, decided while `job` still holds the one that ends: its end must not matter for what is
+    given."""
     nothing: Decision[Task | None] = Decision(None)
     if report.next is None or not all(
         isinstance(change, DropPending | Losses | EvaluationSums | FailureCounts) for change in done.changes
     ):
         return nothing
     held = job.queue_of(task_id).pending.get(task_id)
-    if done.changes and held is not None and any(each.request == report.next.request for each in held.record.attempts):
+    if (
+        done.changes
+        and held is not None
+        and any(each.request == report.next.request for each in held.record.attempts)
+    ):
         return nothing  # the same request got the task that ends now
     beside = job.queue_of(task_id).kind in BESIDE
     ask = AcquireTask(
@@ -348,18 +391,23 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
 def _bounded(sums: S) -> S:
     """Raises TooLarge."""
     if (size := len(sums.to_bytes())) > MAX_SUMS_BYTES:
-        msg = f"the evaluation has {len(sums.sums)} sums of {size} bytes, at most {MAX_SUMS_BYTES} bytes are taken"
+        msg = (
+            f"the evaluation has {len(sums.sums)} sums of {size} bytes, at most {MAX_SUMS_BYTES} bytes "
+            "are taken"
+        )
         raise TooLarge(msg, hint="return the same few names, and short ones, for every minibatch")
     return sums
 
 
 def _queue_of(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> TaskQueue:
-    """Attempts are counted from 1 again after a rollback. Raises StaleAttempt for a report from before it, NotFound."""
+    """Attempts are counted from 1 again after a rollback. Raises StaleAttempt for a report from before it,
+    NotFound."""
     queue = job.queue_of(task_id)
     if report.timeline is not None and report.timeline != job.state.timeline:
         msg = (
             f"task {task_id} attempt {report.attempt} of {report.trainer} is stale: it was given in timeline "
-            f"{report.timeline}, the job has gone back to a checkpoint in timeline {job.state.timeline}; fetch a new task"
+            f"{report.timeline}, the job has gone back to a checkpoint in timeline "
+            f"{job.state.timeline}; fetch a new task"
         )
         raise StaleAttempt(msg)
     return queue
@@ -369,18 +417,24 @@ def _acquire_lane(job: Job, ask: AcquireTask, lane: int) -> Decision[TaskAnswer]
     if job.state.stage is not Stage.TRAIN:
         return Decision(TaskAnswer(answer="end", reason="training is over"))
     if job.spec.mode is not Mode.SYNC or not 0 <= lane < job.spec.lanes:
-        msg = f"stream {lane} does not exist: the job is {job.spec.mode} with {job.spec.lanes} lanes; ask with stream null"
+        msg = (
+            f"stream {lane} does not exist: the job is {job.spec.mode} with {job.spec.lanes} lanes; "
+            "ask with stream null"
+        )
         raise InvalidArgument(msg)
     answer, changes = job.training.dispatch_lane(ask, lane)
     return Decision(answer, changes) + lifecycle.advance_stage(job, changes)
 
 
 def _look(job: Job, ask: AcquireTask) -> TaskAnswer:
-    """The task at that place, if the lane's owner has it, or had it: not one that is put back, discarded or not given yet. Raises
-    InvalidArgument."""
+    """The task at that place, if the lane's owner has it, or had it: not one that is put back, discarded or
+    not given yet. Raises InvalidArgument."""
     lane = ask.stream if ask.stream is not None else -1
     if job.spec.mode is not Mode.SYNC or not 0 <= lane < job.spec.lanes:
-        msg = f"stream {ask.stream} cannot be looked at: the job is {job.spec.mode} with {job.spec.lanes} lanes; name a lane"
+        msg = (
+            f"stream {ask.stream} cannot be looked at: the job is {job.spec.mode} with "
+            f"{job.spec.lanes} lanes; name a lane"
+        )
         raise InvalidArgument(msg)
     queue = job.training
     streams, cursor = queue.streams, queue.cursors.get(queue.streams.name(lane), 0)
@@ -395,7 +449,9 @@ def _look(job: Job, ask: AcquireTask) -> TaskAnswer:
     return TaskAnswer(answer="task", task=task, stream_length=task.stream_length)
 
 
-def _put_back(queue: TaskQueue, task_id: str, cause: str, lost: Collection[str] | None = None) -> Decision[None]:
+def _put_back(
+    queue: TaskQueue, task_id: str, cause: str, lost: Collection[str] | None = None
+) -> Decision[None]:
     changes = queue.put_back(task_id, cause, lost)
     if not any(isinstance(change, PutRequeued) for change in changes):
         return Decision(None, changes)  # another trainer has it too
@@ -403,20 +459,25 @@ def _put_back(queue: TaskQueue, task_id: str, cause: str, lost: Collection[str] 
     return Decision(None, changes, (event,))
 
 
-# -------------------------------------------------------------------- reports that are about no task, so no attempt fences them
+# -------------------------------------------------------------------- reports that are about no task, so no
+# attempt fences them
 
 
 def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
-    """Without steps that a rollback undid, and the times they took: their report is late. Raises NotFound unless a trainer of the job
-    sends it; InvalidArgument for a step that the job cannot have."""
+    """Without steps that a rollback undid, and the times they took: their report is late. Raises NotFound
+    unless a trainer of the job sends it; InvalidArgument for a step that the job cannot have."""
     check_trainer(job, batch.trainer)
     current = tuple(share for share in batch.steps if share.timeline == job.state.timeline)
     for share in current:
         if wrong := _impossible(job, share):
-            raise InvalidArgument(f"{batch.trainer} reports step {share.step} of epoch {share.epoch}: {wrong}")
+            raise InvalidArgument(
+                f"{batch.trainer} reports step {share.step} of epoch {share.epoch}: {wrong}"
+            )
     times = batch.times if batch.times is not None and batch.times.timeline == job.state.timeline else None
     if times is not None and not 0 <= times.step < most_steps(job):
-        raise InvalidArgument(f"{batch.trainer} reports step {times.step}: the job has at most {most_steps(job)} steps")
+        raise InvalidArgument(
+            f"{batch.trainer} reports step {times.step}: the job has at most {most_steps(job)} steps"
+        )
     return batch.with_fields(steps=current, times=times)
 
 
@@ -428,9 +489,12 @@ def warnings_told(job: Job, warnings: Sequence[str]) -> Decision[None]:
 
 
 def check_failure(member_id: str, failure: UserFailure) -> None:
-    """Raises InvalidArgument for a failure without a name, or of another trainer than the one that reports it."""
+    """Raises InvalidArgument for a failure without a name, or of another trainer than the one that reports
+    it."""
     if failure.trainer not in ("", member_id):
-        raise InvalidArgument(f"{member_id} reports a failure of {failure.trainer}; each trainer reports its own")
+        raise InvalidArgument(
+            f"{member_id} reports a failure of {failure.trainer}; each trainer reports its own"
+        )
     if not failure.error_type.strip():
         raise InvalidArgument(f"{member_id} reports a failure without error_type; name the exception")
 
@@ -439,7 +503,8 @@ def check_trainer(job: Job, member_id: str) -> None:
     """Raises NotFound."""
     if member_id not in job.members.trainers and member_id not in job.trainers:
         raise NotFound(
-            f"no trainer {member_id} is registered in job {job.spec.job}; only trainers report what they trained"
+            f"no trainer {member_id} is registered in job {job.spec.job}; only trainers report "
+            "what they trained"
         )
 
 

@@ -3,8 +3,8 @@
 over? ─► obstacles (nothing can be trained) ─► still: who is waited for, else NO_PROGRESS ─► notes
                                           `──► moving: PROGRESS_IS_FINE, who is waited for ─► notes
 
-A new situation is one rule in one of the tuples below, one Code, and one row in docs/explain.md. Of a job of a cluster that nobody leads now,
-`explain_unled` tells that it waits, was stopped, or is over.
+A new situation is one rule in one of the tuples below, one Code, and one row in docs/explain.md. Of a job of
+a cluster that nobody leads now, `explain_unled` tells that it waits, was stopped, or is over.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ def _of_tasks(state: ClusterState, job: ClusterJob, cause: Cause) -> list[Cause]
             code=Code.JOB_TASK_FAILED,
             summary=f"The {spoken(run.name)} of job {job.job} failed {run.failures} times: {run.reason}.",
             details=tuple(run.output.splitlines()[-SHOWN:]),
-            hints=(f"trireme job-tasks {job.job} {run.name}", f"trireme resume {job.job}, if the job is FAILED"),
+            hints=(
+                f"trireme job-tasks {job.job} {run.name}",
+                f"trireme resume {job.job}, if the job is FAILED",
+            ),
         )
         for run in failed_tasks(runs)
     ]
@@ -133,7 +136,9 @@ def _of_tasks(state: ClusterState, job: ClusterJob, cause: Cause) -> list[Cause]
     waits = Cause(
         code=Code.JOB_TASK_UNFINISHED,
         summary=f"The {spoken(run.name)} of job {job.job} {what[run.state]}.",
-        details=(f"It runs {job.spec.named_tasks[run.name].text[:200]!r}, since {run.start_time or 'not yet'}.",),
+        details=(
+            f"It runs {job.spec.named_tasks[run.name].text[:200]!r}, since {run.start_time or 'not yet'}.",
+        ),
         hints=(f"trireme job-tasks {job.job}", f"trireme cancel {job.job}"),
     )
     return [waits, *bad] if job.standing is Standing.QUEUED else [cause, waits, *bad]
@@ -198,7 +203,9 @@ def _queued(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:
         return Cause(
             code=Code.WAITS_FOR_JOBS,
             summary=f"Job {name} starts once {waits[0].job} is COMPLETED; that one is {waits[0].standing}.",
-            details=tuple(f"job {each.job} is {each.standing}: {each.reason}" for each in waits[:SHOWN] if each.reason),
+            details=tuple(
+                f"job {each.job} is {each.standing}: {each.reason}" for each in waits[:SHOWN] if each.reason
+            ),
             hints=(f"trireme explain {waits[0].job}", f"trireme cancel {name}"),
         )
     servers = f"{in_words('pserver', job.pservers_wanted)} and " if job.pservers_wanted else ""
@@ -225,5 +232,6 @@ def _pool(state: ClusterState, kind: Kind) -> str:
     held = [state.assignments[place].job for place in places if place in state.assignments]
     of = ", ".join(f"{name} has {held.count(name)}" for name in sorted(set(held))[:SHOWN])
     return (
-        f"The pool has {in_words(kind, len(places))}, {len(places) - len(held)} not assigned{f' ({of})' if of else ''}."
+        f"The pool has {in_words(kind, len(places))}, {len(places) - len(held)} not "
+        f"assigned{f' ({of})' if of else ''}."
     )

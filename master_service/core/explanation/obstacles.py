@@ -1,5 +1,5 @@
-"""What stands in the way of a job that trains nothing: it is over, nobody decides, parameters or members are not there; and failures that trainers
-reported. Each rule is (situation) -> the cause, or None."""
+"""What stands in the way of a job that trains nothing: it is over, nobody decides, parameters or members are
+not there; and failures that trainers reported. Each rule is (situation) -> the cause, or None."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def completed(now: Situation) -> Cause | None:
     result = state.result
     details = [f"{result.trained_records:,} records were trained in {now.job.spec.epochs} epochs."]
     if result.discarded_tasks:
-        details.append(f"{result.discarded_tasks} tasks with {result.discarded_records:,} records were discarded.")
+        details.append(
+            f"{result.discarded_tasks} tasks with {result.discarded_records:,} records were discarded."
+        )
     details += [f"The model ({kind}) is {path}." for kind, path in result.exports.items()]
     return Cause(
         code=Code.JOB_COMPLETED,
@@ -42,7 +44,10 @@ def failed(now: Situation) -> Cause | None:
         hints = ("trireme run SCRIPT (the same command as before)", f"trireme checkpoint list {now.option}")
     else:
         details.append("It is not resumable: started again, it starts from the beginning.")
-        hints = ("correct the cause, then trireme run SCRIPT (the same command)", f"trireme status {now.option}")
+        hints = (
+            "correct the cause, then trireme run SCRIPT (the same command)",
+            f"trireme status {now.option}",
+        )
     return Cause(
         code=Code.JOB_FAILED,
         summary=f"Job {job.spec.job} has failed: {state.reason}",
@@ -91,7 +96,10 @@ def etcd_silent(now: Situation) -> Cause | None:
         code=Code.ETCD_SILENT,
         summary=f"etcd has not answered for {seconds(now.etcd_silent_s)}; nothing can be decided without it.",
         details=(
-            f"Members wait once their leases ({ttl_s:g} s) may have run out, and go on where they are when etcd answers.",
+            (
+                f"Members wait once their leases ({ttl_s:g} s) may have run out, and go on where they "
+                "are when etcd answers."
+            ),
         ),
         hints=("etcdctl endpoint health, or start etcd again", "trireme doctor"),
     )
@@ -99,7 +107,9 @@ def etcd_silent(now: Situation) -> Cause | None:
 
 def storage_away(now: Situation) -> Cause | None:
     job = now.job
-    waiting = {f"pserver-{index}": member.waits for index, member in job.members.pservers.items() if member.waits}
+    waiting = {
+        f"pserver-{index}": member.waits for index, member in job.members.pservers.items() if member.waits
+    }
     waiting |= storage_waits(job.members)
     if job.state.phase.final or not (now.storage_away or waiting):
         return None
@@ -108,11 +118,13 @@ def storage_away(now: Situation) -> Cause | None:
         details.append(f"The master: {now.storage_away}")
     limit_s = job.spec.recovery_timeout_s
     details.append(
-        f"It has waited for {seconds(now.phase_s)}; after recovery_timeout_s {limit_s:g} the job fails, and can be resumed."
+        f"It has waited for {seconds(now.phase_s)}; after recovery_timeout_s {limit_s:g} the job "
+        "fails, and can be resumed."
     )
     return Cause(
         code=Code.STORAGE_UNREACHABLE,
-        summary=f"The job's storage {job.spec.storage} cannot be reached, so no checkpoint can be loaded from it.",
+        summary=f"The job's storage {job.spec.storage} cannot be reached, so no checkpoint can be loaded "
+        "from it.",
         details=tuple(details),
         hints=(
             "make the storage reachable: it is tried again by itself",
@@ -132,7 +144,10 @@ def rolling_back(now: Situation) -> Cause | None:
     job, state = now.job, now.job.state
     if state.phase is not Phase.ROLLING_BACK or now.collective:
         return None
-    details = [f"The reason: {state.reason}.", f"It began {seconds(now.phase_s)} ago, in timeline {state.timeline}."]
+    details = [
+        f"The reason: {state.reason}.",
+        f"It began {seconds(now.phase_s)} ago, in timeline {state.timeline}.",
+    ]
     absent = now.missing_pservers()
     if absent:
         details.append(f"Not registered: {now.named(f'pserver-{index}' for index in absent)}.")
@@ -145,13 +160,16 @@ def rolling_back(now: Situation) -> Cause | None:
         details.append(f"Registered and not loaded yet: {now.named(loading)}.")
     if not absent and not loading:
         details.append("Every parameter server has loaded it; the task queue is being restored.")
-    details.append(f"After recovery_timeout_s {job.spec.recovery_timeout_s:g} the job fails, and can be resumed.")
+    details.append(
+        f"After recovery_timeout_s {job.spec.recovery_timeout_s:g} the job fails, and can be resumed."
+    )
     hints = [f"trireme members {now.option}"]
     if absent:
         hints.insert(0, _start("pserver", job, absent))
     return Cause(
         code=Code.ROLLING_BACK,
-        summary=f"The job goes back to {now.rollback_point}; training continues once every parameter server has loaded it.",
+        summary=f"The job goes back to {now.rollback_point}; training continues once every parameter "
+        "server has loaded it.",
         details=tuple(details),
         hints=tuple(hints),
     )
@@ -165,7 +183,9 @@ def pservers_missing(now: Situation) -> Cause | None:
         return None
     there, wanted = len(job.members.pservers), job.spec.pservers
     none = not there
-    details = [f"{there} of {wanted} are registered; missing: {now.named(f'pserver-{index}' for index in absent)}."]
+    details = [
+        f"{there} of {wanted} are registered; missing: {now.named(f'pserver-{index}' for index in absent)}."
+    ]
     if job.members.init_done:
         details.append(
             "If they do not come back within the time of a lease, the job goes back to its newest checkpoint."
@@ -176,7 +196,11 @@ def pservers_missing(now: Situation) -> Cause | None:
         if none
         else f"The job waits for {wanted - there} of its {wanted} parameter servers.",
         details=tuple(details),
-        hints=(_start("pserver", job, absent), f"trireme members {now.option}", "read logs/pserver-*.log of the run"),
+        hints=(
+            _start("pserver", job, absent),
+            f"trireme members {now.option}",
+            "read logs/pserver-*.log of the run",
+        ),
     )
 
 
@@ -188,7 +212,10 @@ def no_trainer(now: Situation) -> Cause | None:
         code=Code.NO_TRAINER,
         summary="No trainer is registered, so nobody computes.",
         details=(
-            f"0 of {now.trainers_wanted} wanted trainers are there; the job has waited for {seconds(now.phase_s)}.",
+            (
+                f"0 of {now.trainers_wanted} wanted trainers are there; the job has waited for "
+                f"{seconds(now.phase_s)}."
+            ),
         ),
         hints=(_start("trainer", job), "read logs/trainer-*.log of the run"),
     )
@@ -199,8 +226,13 @@ def initialising(now: Situation) -> Cause | None:
     if job.state.phase is not Phase.WAITING or job.members.init_done:
         return None
     if now.initialiser:
-        summary = f"{now.initialiser} gives {'the parameters' if now.collective else 'the parameter servers'} their first values."
-        details = [f"The others compare their model with its layout; this phase has lasted {seconds(now.phase_s)}."]
+        summary = (
+            f"{now.initialiser} gives "
+            f"{'the parameters' if now.collective else 'the parameter servers'} their first values."
+        )
+        details = [
+            f"The others compare their model with its layout; this phase has lasted {seconds(now.phase_s)}."
+        ]
     else:
         summary = "The parameters are not initialised yet, and no trainer has begun to."
         details = [
@@ -260,7 +292,8 @@ def _start(kind: str, job: Job, indices: list[int] | None = None) -> str:
     return f"TRIREME_JOB={job.spec.job} TRIREME_ETCD=URL python -m {module}{count}"
 
 
-# -------------------------------------------------------------------- collective: who has the parameters, who loads or fetches them
+# -------------------------------------------------------------------- collective: who has the parameters, who
+# loads or fetches them
 
 
 def loading_checkpoint(now: Situation) -> Cause | None:
@@ -268,7 +301,10 @@ def loading_checkpoint(now: Situation) -> Cause | None:
     if not now.collective or state.phase is not Phase.ROLLING_BACK:
         return None
     loaded, loading = _having(now), still_loading(state, job.members)
-    details = [f"The reason: {state.reason}.", f"It began {seconds(now.phase_s)} ago, in timeline {state.timeline}."]
+    details = [
+        f"The reason: {state.reason}.",
+        f"It began {seconds(now.phase_s)} ago, in timeline {state.timeline}.",
+    ]
     if loaded:
         details.append(f"Loaded by {now.named(loaded)}; at least {job.spec.min_members} must (min_members).")
     if loading:
@@ -280,7 +316,9 @@ def loading_checkpoint(now: Situation) -> Cause | None:
     ]
     if not job.members.trainers:
         details.append("No trainer is registered.")
-    details.append(f"After recovery_timeout_s {job.spec.recovery_timeout_s:g} the job fails, and can be resumed.")
+    details.append(
+        f"After recovery_timeout_s {job.spec.recovery_timeout_s:g} the job fails, and can be resumed."
+    )
     return Cause(
         code=Code.ROLLING_BACK,
         summary=f"The job goes back to {now.rollback_point}; training continues once trainers have loaded it.",
@@ -299,7 +337,8 @@ def fewer_than_min_members(now: Situation) -> Cause | None:
         details.append(f"Registered without them: {now.named(fetching)}.")
     return Cause(
         code=Code.FEWER_THAN_MIN_MEMBERS,
-        summary=f"{len(having)} trainers have the parameters, the job trains only with {job.spec.min_members} (min_members).",
+        summary=f"{len(having)} trainers have the parameters, the job trains only with "
+        f"{job.spec.min_members} (min_members).",
         details=(*details, f"It has waited for {seconds(now.phase_s)}; nothing is lost meanwhile."),
         hints=(
             "start more trainers, or start the job again with a lower --min-members",
@@ -313,10 +352,15 @@ def fetching(now: Situation) -> Cause | None:
     late = _fetching(now) if now.collective and now.job.state.phase is Phase.RUNNING else []
     if not late:
         return None
-    failed = {name: member.holds.error for name in late if (member := now.job.members.trainers[name]).holds is not None}
+    failed = {
+        name: member.holds.error
+        for name in late
+        if (member := now.job.members.trainers[name]).holds is not None
+    }
     return Cause(
         code=Code.TRAINERS_FETCH_PARAMETERS,
-        summary=f"{listed(late)} {'fetches' if len(late) == 1 else 'fetch'} parameters and optimizer from the other trainers, and will join then.",
+        summary=f"{listed(late)} {'fetches' if len(late) == 1 else 'fetch'} parameters and optimizer from "
+        "the other trainers, and will join then.",
         details=tuple(f"{name} said: {error}" for name, error in failed.items() if error),
         hints=("wait: large models take a while", f"trireme members {now.option}"),
     )
@@ -348,7 +392,11 @@ def refusals(now: Situation) -> Cause | None:
     return Cause(
         code=Code.TRAINER_REFUSED,
         summary=f"{now.named(names)} came and may not join: {_shortly(found[-1])}",
-        details=(*_told(found), "Another model does not count against the job while others train.", _budget(now)),
+        details=(
+            *_told(found),
+            "Another model does not count against the job while others train.",
+            _budget(now),
+        ),
         hints=(
             "give every trainer the same script, packages and device, or start a new job with --job NAME",
             f"trireme members {now.option}",
@@ -376,7 +424,9 @@ def failing_tasks(now: Situation) -> Cause | None:
         return None
     last = {each.task_id: each for each in now.reported if each.task_id}
     failing = {task_id: back.failures for task_id, back in queue.requeued.items() if back.failures}
-    failing |= {task_id: held.record.failures for task_id, held in queue.pending.items() if held.record.failures}
+    failing |= {
+        task_id: held.record.failures for task_id, held in queue.pending.items() if held.record.failures
+    }
     if not failing:
         return None
     limit = queue.max_failures
@@ -385,19 +435,28 @@ def failing_tasks(now: Situation) -> Cause | None:
     def error(task_id: str) -> str:
         if (back := queue.requeued.get(task_id)) is not None:
             return back.cause
-        return _shortly(last[task_id]) if task_id in last else "its error is in the log of the trainer that had it"
+        return (
+            _shortly(last[task_id])
+            if task_id in last
+            else "its error is in the log of the trainer that had it"
+        )
 
     details = [
         f"{queue.streams.describe(task_id)} has failed {failing[task_id]} of {limit} times: {error(task_id)}"
         for task_id in worst[:NAMED]
     ]
-    details.append(f"After {limit} failures (max_task_failures) a task is discarded, and training goes on without it.")
+    details.append(
+        f"After {limit} failures (max_task_failures) a task is discarded, and training goes on without it."
+    )
     return Cause(
         code=Code.USER_CODE_FAILS,
         summary=f"{len(failing)} task{'s' if len(failing) > 1 else ''} failed and will be tried again; "
         f"the script raises: {error(worst[0])}",
         details=tuple(details),
-        hints=(f"trireme tasks --state requeued {now.option}", "correct the script or the records, then start again"),
+        hints=(
+            f"trireme tasks --state requeued {now.option}",
+            "correct the script or the records, then start again",
+        ),
     )
 
 

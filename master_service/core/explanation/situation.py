@@ -27,11 +27,13 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Durations in seconds. `phase_s`: in its phase, as far as this leader knows. `still_s`: since any minibatch or task was finished.
-    `records_per_s`: 0 while unknown. `silent`: members that have not renewed their leases for so long. `etcd_silent_s`: 0 if etcd
-    answers. `etcd_full`, `storage_away`: why nothing can be written or read, or "". `initialiser`: who holds the lock to
-    initialise the parameters. `reported`: the newest comes last. `given`: trainers that a cluster gives the job now; without one, as
-    many as its spec says are wanted. `why_fewer`: by kind of member, who has those of the cluster's pool that the job could use."""
+    """Durations in seconds. `phase_s`: in its phase, as far as this leader knows. `still_s`: since any
+    minibatch or task was finished. `records_per_s`: 0 while unknown. `silent`: members that have not renewed
+    their leases for so long. `etcd_silent_s`: 0 if etcd answers. `etcd_full`, `storage_away`: why nothing can
+    be written or read, or "". `initialiser`: who holds the lock to initialise the parameters. `reported`: the
+    newest comes last. `given`: trainers that a cluster gives the job now; without one, as many as its spec
+    says are wanted. `why_fewer`: by kind of member, who has those of the cluster's pool that the job could
+    use."""
 
     job: Job
     now: float
@@ -64,7 +66,10 @@ class Situation:
     def named(self, names: Iterable[str]) -> str:
         """For people: at most NAMED members, with how long each is silent."""
         every = list(names)
-        shown = [f"{name} (silent for {self.silent[name]:.0f} s)" if name in self.silent else name for name in every]
+        shown = [
+            f"{name} (silent for {self.silent[name]:.0f} s)" if name in self.silent else name
+            for name in every
+        ]
         return listed(shown)
 
     def missing_pservers(self) -> list[int]:

@@ -23,7 +23,10 @@ def progress(now: Situation) -> Cause:
     training = job.training
     total = spec.epochs * training.streams.records
     details = [
-        f"Epoch {min(training.current + 1, spec.epochs)} of {spec.epochs}, {job.records_done:,} of {total:,} records."
+        (
+            f"Epoch {min(training.current + 1, spec.epochs)} of {spec.epochs}, {job.records_done:,} of "
+            f"{total:,} records."
+        )
     ]
     if job.state.stage is not Stage.TRAIN:
         done = f"stage {job.state.stage} is under way"
@@ -31,7 +34,9 @@ def progress(now: Situation) -> Cause:
             _, pending, finished, _ = job.due.counts
             details.append(f"{finished} of {job.due.total} tasks are done, {pending} are under way.")
     elif now.records_per_s:
-        steps = f" ({now.records_per_s / spec.global_batch_size:.3g} steps/s)" if spec.mode is Mode.SYNC else ""
+        steps = (
+            f" ({now.records_per_s / spec.global_batch_size:.3g} steps/s)" if spec.mode is Mode.SYNC else ""
+        )
         left_s = (total - job.records_done) / now.records_per_s
         done = f"{now.records_per_s:,.0f} records/s{steps}, {seconds(left_s)} left"
     else:
@@ -51,12 +56,17 @@ def no_progress(now: Situation) -> Cause:
     servers = "" if now.collective else f" and {len(now.job.members.pservers)} parameter servers"
     return Cause(
         code=Code.NO_PROGRESS,
-        summary=f"No minibatch was finished for {seconds(now.still_s)}, and every member is there and renews its lease.",
+        summary=f"No minibatch was finished for {seconds(now.still_s)}, and every member is there and "
+        "renews its lease.",
         details=(
             f"{len(now.job.trainers.names)} trainers{servers} are registered.",
             f"The job's state: {now.job.state.phase}, {now.job.state.reason or 'no reason given'}.",
         ),
-        hints=("read logs/trainer-*.log of the run", "trireme doctor", f"trireme tasks --state pending {now.option}"),
+        hints=(
+            "read logs/trainer-*.log of the run",
+            "trireme doctor",
+            f"trireme tasks --state pending {now.option}",
+        ),
     )
 
 
@@ -73,7 +83,10 @@ def silent_member(now: Situation) -> Cause | None:
         summary=f"{listed(names)} {'has' if len(names) == 1 else 'have'} not been heard for "
         f"{seconds(now.silent[names[0]])}: frozen, cut off, or gone.",
         details=(
-            f"A member renews its lease every {ttl_s / 3:.1f} s; after {ttl_s:g} s without a renewal it counts as gone.",
+            (
+                f"A member renews its lease every {ttl_s / 3:.1f} s; after {ttl_s:g} s without a "
+                "renewal it counts as gone."
+            ),
             f"Silent: {now.named(names)}.",
         ),
         hints=(
@@ -110,7 +123,8 @@ def lanes_not_started(now: Situation) -> Cause | None:
     ]
     return Cause(
         code=Code.LANES_NOT_STARTED,
-        summary=f"A step needs every lane, and {listed(trainer for trainer, _ in late)} has not begun with its own.",
+        summary=f"A step needs every lane, and {listed(trainer for trainer, _ in late)} has not begun with "
+        "its own.",
         details=tuple(details),
         hints=(
             f"trireme members {now.option}",
@@ -133,7 +147,10 @@ def _is_computed(now: Situation, trainer: str, lane: int) -> bool:
     queue = now.job.training
     name = queue.streams.name(lane)
     open_tasks = queue.open_of.get(name, ())
-    if any(task_id in queue.pending and queue.pending[task_id].record.trainer == trainer for task_id in open_tasks):
+    if any(
+        task_id in queue.pending and queue.pending[task_id].record.trainer == trainer
+        for task_id in open_tasks
+    ):
         return True
     return not open_tasks and queue.cursors.get(name, 0) == queue.streams.length(lane)
 
@@ -156,21 +173,28 @@ def late_tasks(now: Situation) -> Cause | None:
         return None
     latest = sorted(queue.pending, key=lambda task_id: queue.pending[task_id].last_sign)
     details = [
-        f"{queue.streams.describe(task_id)} at {now.named([held.record.trainer])}: {_minibatches(held.minibatches)} done, "
-        f"last sign {seconds(now.now - held.last_sign)} ago, {seconds(max(0.0, held.deadline - now.now))} until it is given again."
+        f"{queue.streams.describe(task_id)} at {now.named([held.record.trainer])}: "
+        f"{_minibatches(held.minibatches)} done, "
+        f"last sign {seconds(now.now - held.last_sign)} ago, "
+        f"{seconds(max(0.0, held.deadline - now.now))} until it is given again."
         for task_id in latest[:NAMED]
         for held in (queue.pending[task_id],)
     ]
     if queue.total < trainers:
         details.append(
-            f"There are {queue.total} {queue.kind} tasks for {trainers} trainers: set a smaller records_per_task."
+            f"There are {queue.total} {queue.kind} tasks for {trainers} trainers: set a smaller "
+            "records_per_task."
         )
     return Cause(
         code=Code.LATE_TASKS,
-        summary=f"All {queue.total} tasks of this epoch are taken; {idle} of {trainers} trainers wait for the last "
+        summary=f"All {queue.total} tasks of this epoch are taken; {idle} of {trainers} trainers wait for "
+        "the last "
         f"{len(queue.pending)}.",
         details=tuple(details),
-        hints=(f"trireme tasks --state pending {now.option}", "more, smaller tasks: --set records_per_task=N"),
+        hints=(
+            f"trireme tasks --state pending {now.option}",
+            "more, smaller tasks: --set records_per_task=N",
+        ),
     )
 
 
@@ -184,7 +208,10 @@ def awaited_evaluation(now: Situation) -> Cause | None:
             code=Code.EVALUATION_AWAITED,
             summary=f"Training waits for evaluation {number}, whose checkpoint is not written yet.",
             details=(
-                f"It has waited {seconds(now.now - since)}; after {seconds(limit_s)} training goes on without it.",
+                (
+                    f"It has waited {seconds(now.now - since)}; after {seconds(limit_s)} training goes "
+                    "on without it."
+                ),
             ),
             hints=(f"trireme checkpoint list {now.option}",),
         )
@@ -194,7 +221,8 @@ def awaited_evaluation(now: Situation) -> Cause | None:
     _, pending, done, _ = queue.counts
     return Cause(
         code=Code.EVALUATION_AWAITED,
-        summary=f"Evaluation {running.number} (step {running.ref.step}) is under way; training waits for it at the next one.",
+        summary=f"Evaluation {running.number} (step {running.ref.step}) is under way; training waits for "
+        "it at the next one.",
         details=(f"{done} of {queue.total} tasks are done, {pending} are under way.",),
         hints=(
             f"trireme tasks --state pending {now.option}",
@@ -215,7 +243,8 @@ def awaited_slower_trainer(now: Situation) -> Cause | None:
         return None
     return Cause(
         code=Code.SLOWER_TRAINER_AWAITED,
-        summary=f"{len(waiting)} of {len(now.job.trainers.names)} trainers waited for a slower one when they reported last (max_staleness).",
+        summary=f"{len(waiting)} of {len(now.job.trainers.names)} trainers waited for a slower one when "
+        "they reported last (max_staleness).",
         details=tuple(f"{name}: {told}." for name, told in sorted(waiting.items())[:NAMED]),
         hints=("raise max_staleness, or find out why that trainer is slow", f"trireme members {now.option}"),
     )
@@ -239,12 +268,17 @@ def slow_minibatch(now: Situation) -> Cause | None:
         summary=f"{first.record.trainer} has worked for {seconds(now.now - first.last_sign)} on "
         f"{queue.streams.describe(oldest[0])} without a finished minibatch, or waits for another trainer's.",
         details=tuple(
-            f"{queue.streams.describe(task_id)} at {now.named([held.record.trainer])}: {_minibatches(held.minibatches)} done, last "
-            f"sign {seconds(now.now - held.last_sign)} ago, given again in {seconds(max(0.0, held.deadline - now.now))}."
+            f"{queue.streams.describe(task_id)} at {now.named([held.record.trainer])}: "
+            f"{_minibatches(held.minibatches)} done, last "
+            f"sign {seconds(now.now - held.last_sign)} ago, given again in "
+            f"{seconds(max(0.0, held.deadline - now.now))}."
             for task_id in oldest[:NAMED]
             for held in (queue.pending[task_id],)
         ),
-        hints=(f"trireme tasks --state pending {now.option}", "py-spy dump --pid PID shows where a trainer is"),
+        hints=(
+            f"trireme tasks --state pending {now.option}",
+            "py-spy dump --pid PID shows where a trainer is",
+        ),
     )
 
 
@@ -256,7 +290,10 @@ def _long_export(now: Situation, queue: TaskQueue) -> Cause | None:
         code=Code.SLOW_MINIBATCH,
         summary=f"{held.record.trainer} has been exporting the model for {seconds(now.now - held.since)}.",
         details=(
-            f"It said {seconds(now.now - held.last_sign)} ago that it works on it; it may take as long as it does.",
+            (
+                f"It said {seconds(now.now - held.last_sign)} ago that it works on it; it may take as "
+                "long as it does."
+            ),
         ),
         hints=("py-spy dump --pid PID shows where a trainer is", "end that trainer, and another one exports"),
     )
@@ -273,10 +310,14 @@ def absent_pservers(now: Situation) -> Cause | None:
     limit_s = now.job.spec.recovery_timeout_s
     return Cause(
         code=Code.PARAMETER_SERVER_AWAY,
-        summary=f"{pserver_names(state.absent)} {'is' if len(state.absent) == 1 else 'are'} away; the others go on.",
+        summary=f"{pserver_names(state.absent)} {'is' if len(state.absent) == 1 else 'are'} away; the "
+        "others go on.",
         details=(
             state.reason,
-            f"It comes back from its newest checkpoint; if it does not within recovery_timeout_s {limit_s:g}, the job fails.",
+            (
+                "It comes back from its newest checkpoint; if it does not within recovery_timeout_s "
+                f"{limit_s:g}, the job fails."
+            ),
         ),
         hints=(f"trireme members {now.option}", "read logs/pserver-*.log of the run"),
     )
@@ -284,7 +325,9 @@ def absent_pservers(now: Situation) -> Cause | None:
 
 def failing_checkpoints(now: Situation) -> Cause | None:
     members = now.job.members
-    troubled = {f"pserver-{index}": each.trouble for index, each in sorted(members.pservers.items()) if each.trouble}
+    troubled = {
+        f"pserver-{index}": each.trouble for index, each in sorted(members.pservers.items()) if each.trouble
+    }
     troubled |= {name: each.trouble for name, each in members.trainers.items() if each.trouble}
     if not troubled:
         return None
@@ -307,9 +350,11 @@ def waiting_operations(now: Situation) -> Cause | None:
     resizes = running[0].kind is OperationKind.RESIZE
     return Cause(
         code=Code.OPERATION_WAITS,
-        summary=f"{running[0].kind} {running[0].operation_id} waits for {operations.waits_for(now.job, running[0])}.",
+        summary=f"{running[0].kind} {running[0].operation_id} waits for "
+        f"{operations.waits_for(now.job, running[0])}.",
         details=tuple(
-            f"{each.operation_id} ({each.cause or 'no cause given'}) waits for {operations.waits_for(now.job, each)}, "
+            f"{each.operation_id} ({each.cause or 'no cause given'}) waits for "
+            f"{operations.waits_for(now.job, each)}, "
             f"for at most {each.limit_s:g} s."
             for each in running[:NAMED]
         )
@@ -328,11 +373,13 @@ def discarded_tasks(now: Situation) -> Cause | None:
     allowed = now.job.spec.max_discarded_fraction
     newest = list(islice(reversed(queue.discarded.items()), NAMED))
     details = [
-        f"{queue.streams.describe(task_id)} of epoch {epoch}: {put.task.failures} failures, the last: {put.task.cause}"
+        f"{queue.streams.describe(task_id)} of epoch {epoch}: {put.task.failures} failures, the "
+        f"last: {put.task.cause}"
         for (epoch, task_id), put in newest
     ]
     details.append(
-        f"{lost:,} of {queue.streams.records:,} records of this epoch; above max_discarded_fraction {allowed:g} the job fails."
+        f"{lost:,} of {queue.streams.records:,} records of this epoch; above "
+        f"max_discarded_fraction {allowed:g} the job fails."
     )
     return Cause(
         code=Code.TASK_DISCARDED,

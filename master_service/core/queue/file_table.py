@@ -23,8 +23,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty. `stamp`: what the file was when it was
-    counted (shared/trireme_shared/datasets/dataset_files.py); "": that is not known."""
+    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty. `stamp`: what
+    the file was when it was counted (shared/trireme_shared/datasets/dataset_files.py); "": that is not
+    known."""
 
     path: str
     records: int
@@ -45,8 +46,8 @@ class TableFile:
 
 @dataclass(frozen=True, slots=True)
 class ShardLocation:
-    """Records [first, first + count) of `file`; `offset`: the byte where record `first` starts, None where unknown; `stamp`: see
-    TableFile."""
+    """Records [first, first + count) of `file`; `offset`: the byte where record `first` starts, None where
+    unknown; `stamp`: see TableFile."""
 
     file: str
     first: int
@@ -57,8 +58,9 @@ class ShardLocation:
 
 @dataclass(frozen=True, slots=True)
 class FileTable:
-    """`digest` names the table (SHA-256 of its content, see master_service/storage/counting.py). Files without records have no task.
-    `left_out`: records at the ends of files that no task has, because the job drops short minibatches.
+    """`digest` names the table (SHA-256 of its content, see master_service/storage/counting.py). Files
+    without records have no task. `left_out`: records at the ends of files that no task has, because the job
+    drops short minibatches.
 
     Raises ValueError if a file's offsets do not fit its records.
     """
@@ -77,7 +79,8 @@ class FileTable:
         for file, tasks in zip(self.files, counts, strict=True):
             if file.records < 0 or (file.offsets and len(file.offsets) != tasks):
                 msg = (
-                    f"{file.path}: {file.records} records make {tasks} tasks, but there are {len(file.offsets)} offsets"
+                    f"{file.path}: {file.records} records make {tasks} tasks, but there are "
+                    f"{len(file.offsets)} offsets"
                 )
                 raise ValueError(msg)
         object.__setattr__(self, "task_ends", tuple(accumulate(counts)))
@@ -112,7 +115,9 @@ class FileTable:
         within = task - (self.task_ends[place - 1] if place else 0)
         first = within * self.task_records
         count = min(self.task_records, file.records - first)
-        return ShardLocation(file.path, first, count, file.offsets[within] if file.offsets else None, file.stamp)
+        return ShardLocation(
+            file.path, first, count, file.offsets[within] if file.offsets else None, file.stamp
+        )
 
     def to_map(self) -> dict[str, Any]:
         """JSON types, without the digest (which is computed from them)."""
@@ -136,12 +141,16 @@ class FileTable:
             raise ValueError(msg) from error
 
     def __repr__(self) -> str:
-        return f"<FileTable {self.digest[:12]}: {len(self.files)} files, {self.records} records, {self.tasks} tasks>"
+        return (
+            f"<FileTable {self.digest[:12]}: {len(self.files)} files, {self.records} records, "
+            f"{self.tasks} tasks>"
+        )
 
 
 MOST_MINIBATCHES = 16
 KEPT_BY_LANE = 128
-"""Of a file with more minibatches for each lane than these only every second byte is kept, of one with twice as many every fourth, ..."""
+"""Of a file with more minibatches for each lane than these only every second byte is kept, of one with twice
+as many every fourth, ..."""
 TOLERATED = 100
 """An epoch may be longer by one step in so many than with the smallest tasks."""
 
@@ -150,13 +159,14 @@ TOLERATED = 100
 class TaskSizes:
     """How many records a task has, if the job does not say, and how the records of a dataset become tasks.
 
-    A task has up to 16 minibatches: many, because the records of a task are what is shuffled together; fewer, where lanes would not end
-    together. Small datasets get small tasks, so steps are full: 1,438 records in three files, 8 lanes, minibatches of 32 make tasks of 3
-    minibatches and 6 steps; tasks of 16 would give three lanes all of it, in 15 steps.
-    While files are counted nobody knows that number yet. Formats of lines keep the byte of every minibatch, and of large files fewer.
+    A task has up to 16 minibatches: many, because the records of a task are what is shuffled together; fewer,
+    where lanes would not end together. Small datasets get small tasks, so steps are full: 1,438 records in
+    three files, 8 lanes, minibatches of 32 make tasks of 3 minibatches and 6 steps; tasks of 16 would give
+    three lanes all of it, in 15 steps. While files are counted nobody knows that number yet. Formats of lines
+    keep the byte of every minibatch, and of large files fewer.
 
-    `minibatch`: records of one. `streams`: those that should end together. `fixed`: records of a task, as the job says. `drop_last`: a
-    minibatch that would be short, at the end of a file, is left out.
+    `minibatch`: records of one. `streams`: those that should end together. `fixed`: records of a task, as the
+    job says. `drop_last`: a minibatch that would be short, at the end of a file, is left out.
     """
 
     minibatch: int
@@ -204,7 +214,9 @@ class TaskSizes:
         """The table of counted files, without a digest. Their offsets are `stride` records apart."""
         size = self.choose([file.records for file in files])
         kept = tuple(self._cut(file, size) for file in files)
-        return FileTable(kept, size, left_out=sum(file.records for file in files) - sum(file.records for file in kept))
+        return FileTable(
+            kept, size, left_out=sum(file.records for file in files) - sum(file.records for file in kept)
+        )
 
     def _kept(self, records: int) -> int:
         return records - records % self.minibatch if self.drop_last else records
@@ -215,7 +227,8 @@ class TaskSizes:
 
 
 def _tasks(files: Counter[int], size: int) -> Counter[int]:
-    """Minibatches of a task -> how many tasks have so many. `files`: minibatches of a file -> how many files have so many."""
+    """Minibatches of a task -> how many tasks have so many. `files`: minibatches of a file -> how many files
+    have so many."""
     found = Counter[int]()
     for minibatches, times in files.items():
         found[size] += minibatches // size * times
@@ -225,7 +238,8 @@ def _tasks(files: Counter[int], size: int) -> Counter[int]:
 
 
 def longest_share(sizes: Mapping[int, int], lanes: int) -> int:
-    """Minibatches of the lane that has the most. `sizes`: minibatches of a task -> how many tasks have so many."""
+    """Minibatches of the lane that has the most. `sizes`: minibatches of a task -> how many tasks have so
+    many."""
     most = place = 0
     for size in sorted(sizes, reverse=True):
         end = place + sizes[size]

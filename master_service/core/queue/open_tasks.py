@@ -1,5 +1,5 @@
-"""What a queue keeps of tasks that are under way: those that are given out or put back, how long each may be silent (Deadlines), which are
-late (LateTasks), and which requests and reports were taken before (Repeats).
+"""What a queue keeps of tasks that are under way: those that are given out or put back, how long each may be
+silent (Deadlines), which are late (LateTasks), and which requests and reports were taken before (Repeats).
 
 Only `Pending.record` and the requeued tasks are stored; a new leader measures everything else again.
 """
@@ -21,8 +21,9 @@ SLACK = 64
 
 @dataclass(slots=True)
 class Pending:
-    """`record` is what etcd holds; the rest starts anew in a new master. `since`: when the newest attempt was given out; `late`: it
-    was found late since then; `minibatches`, `work`, `waits_for`: what its trainer said last."""
+    """`record` is what etcd holds; the rest starts anew in a new master. `since`: when the newest attempt was
+    given out; `late`: it was found late since then; `minibatches`, `work`, `waits_for`: what its trainer said
+    last."""
 
     record: PendingTask
     deadline: float
@@ -45,7 +46,8 @@ class RequeuedTasks(dict[str, RequeuedTask]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[tuple[int, str]] = []  # also of tasks that are not requeued any more; `first` drops those
+        # also of tasks that are not requeued any more; `first` drops those
+        self._heap: list[tuple[int, str]] = []
 
     def __setitem__(self, task_id: str, back: RequeuedTask) -> None:
         super().__setitem__(task_id, back)
@@ -70,8 +72,8 @@ class RequeuedTasks(dict[str, RequeuedTask]):
 
 
 class OpenOfStreams(dict[str, tuple[str, ...]]):
-    """The pending and requeued tasks of each stream, in the order in which they became so. The values are never changed in place,
-    so a copy is independent."""
+    """The pending and requeued tasks of each stream, in the order in which they became so. The values are
+    never changed in place, so a copy is independent."""
 
     def note(self, stream: str, task_id: str, *, is_open: bool) -> None:
         """In place."""
@@ -86,7 +88,9 @@ class OpenOfStreams(dict[str, tuple[str, ...]]):
 
 def requeued_task(held: PendingTask, failures: int, cause: str) -> RequeuedTask:
     stream, epoch, index = held.stream, held.epoch, held.index
-    return RequeuedTask(attempts=held.attempt, failures=failures, cause=cause, stream=stream, epoch=epoch, index=index)
+    return RequeuedTask(
+        attempts=held.attempt, failures=failures, cause=cause, stream=stream, epoch=epoch, index=index
+    )
 
 
 WINDOW = 512
@@ -97,12 +101,15 @@ FACTOR = 4.0
 
 @dataclass(slots=True)
 class Deadlines:
-    """How long a task may be silent: a high quantile of the observed silences, times a factor, between a floor and a ceiling.
+    """How long a task may be silent: a high quantile of the observed silences, times a factor, between a
+    floor and a ceiling.
 
-    A silence is the time between two signs of life of one attempt: dispatch, each progress report, completion. That the first minibatch of a lane's task is
-    handed out tells nothing: its step is still to come. A trainer computes its lanes one after the other, so silences count for each of its lanes: who gets
-    the lanes of others may be silent for longer. The ceiling is that of a minibatch, and all wait for the trainer with the most lanes, so everybody's counts
-    for each of those. Otherwise a trainer that is left alone with many lanes would be evicted in every step, for ever, although no minibatch takes that long.
+    A silence is the time between two signs of life of one attempt: dispatch, each progress report,
+    completion. That the first minibatch of a lane's task is handed out tells nothing: its step is still to
+    come. A trainer computes its lanes one after the other, so silences count for each of its lanes: who gets
+    the lanes of others may be silent for longer. The ceiling is that of a minibatch, and all wait for the
+    trainer with the most lanes, so everybody's counts for each of those. Otherwise a trainer that is left
+    alone with many lanes would be evicted in every step, for ever, although no minibatch takes that long.
 
     `trainers`: who has which lanes.
     """
@@ -127,7 +134,8 @@ class Deadlines:
         insort(self._ordered, silence_s)
 
     def allowed_s(self, trainer: str = "") -> float:
-        """At that trainer. The longest until ENOUGH silences were observed: a first batch may compile, download, warm up."""
+        """At that trainer. The longest until ENOUGH silences were observed: a first batch may compile,
+        download, warm up."""
         count, longest_s = len(self._ordered), self.ceiling_s * max(1, self.trainers.most_lanes)
         if count < ENOUGH:
             return longest_s
@@ -135,7 +143,8 @@ class Deadlines:
         return min(longest_s, max(self.floor_s, FACTOR * high * self._lanes_of(trainer)))
 
     def is_over(self, held: Pending, now: float) -> bool:
-        """Whether that task has been silent for too long, also if its trainer has got more lanes since the deadline was set."""
+        """Whether that task has been silent for too long, also if its trainer has got more lanes since the
+        deadline was set."""
         return held.deadline < now and held.last_sign + self.allowed_s(held.record.trainer) < now
 
     def _lanes_of(self, trainer: str) -> int:
@@ -152,9 +161,11 @@ LEAST_S = 1.0
 
 @dataclass(slots=True)
 class LateTasks:
-    """Tasks that take longer than the usual, while nothing else is left to give: they are given to another trainer too.
+    """Tasks that take longer than the usual, while nothing else is left to give: they are given to another
+    trainer too.
 
-    `durations`: seconds from dispatch to completion of the last tasks. `found`: those that were late, the longest first.
+    `durations`: seconds from dispatch to completion of the last tasks. `found`: those that were late, the
+    longest first.
     """
 
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=DURATIONS))
@@ -165,18 +176,22 @@ class LateTasks:
         self.durations.append(seconds)
 
     def mark(self, pending: Mapping[str, Pending], now: float, factor: float) -> int:
-        """In place: those given out more than `factor` times the median duration ago. Answers how many there are."""
+        """In place: those given out more than `factor` times the median duration ago. Answers how many there
+        are."""
         if len(self.durations) < ENOUGH_DURATIONS:
             return 0
         limit_s = max(LEAST_S, factor * median(self.durations))
-        late = sorted((held.since, task_id) for task_id, held in pending.items() if now - held.since > limit_s)
+        late = sorted(
+            (held.since, task_id) for task_id, held in pending.items() if now - held.since > limit_s
+        )
         self.found = [task_id for _, task_id in late]
         for task_id in self.found:
             pending[task_id].late = True
         return len(late)
 
     def first_for(self, pending: Mapping[str, Pending], trainer: str) -> str | None:
-        """The task to give to that trainer too; none that it has, and none that was given again since it was marked."""
+        """The task to give to that trainer too; none that it has, and none that was given again since it was
+        marked."""
         for task_id in self.found:
             held = pending.get(task_id)
             if held is not None and held.late and not held.record.is_at(trainer):
@@ -189,10 +204,12 @@ REMEMBERED = 4096
 
 @dataclass(slots=True)
 class Repeats:
-    """Requests and reports that were taken before: one whose answer got lost is recognised when it comes again.
+    """Requests and reports that were taken before: one whose answer got lost is recognised when it comes
+    again.
 
-    `asks`: (trainer, request) -> the pending task it got. `requests`: those whose tasks have ended. `reports`: (epoch, task,
-    attempt, trainer) that were taken. The last two are bounded, and empty in a new master.
+    `asks`: (trainer, request) -> the pending task it got. `requests`: those whose tasks have ended.
+    `reports`: (epoch, task, attempt, trainer) that were taken. The last two are bounded, and empty in a new
+    master.
     """
 
     asks: dict[tuple[str, str], str] = field(default_factory=dict)

@@ -1,11 +1,12 @@
-"""The tasks of one kind in an epoch: which task stands where, by arithmetic in O(files) memory, and how many minibatches each stream has.
+"""The tasks of one kind in an epoch: which task stands where, by arithmetic in O(files) memory, and how many
+minibatches each stream has.
 
 A stream is every `streams`-th position: stream s, index i  <->  position s + i * streams.
 
 EpochOrder   t7 t2 t9 t4 t0 t5       streams = 2:   stream 0 = t7 t9 t0     stream 1 = t2 t4 t5
 
-The streams of lanes get equal shares of the epoch's minibatches (Dealing). One stream has its tasks in the order of the epoch.
-`plan_of` and `news_of` tell before a job begins what an epoch is made of.
+The streams of lanes get equal shares of the epoch's minibatches (Dealing). One stream has its tasks in the
+order of the epoch. `plan_of` and `news_of` tell before a job begins what an epoch is made of.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """The order of an epoch: a bijection of [0, n) that is a function of (seed, epoch) alone. `shuffle` False is the identity.
+    """The order of an epoch: a bijection of [0, n) that is a function of (seed, epoch) alone. `shuffle` False
+    is the identity.
 
     position --keyed Feistel over 2**(2k) >= n, repeated until inside [0, n)--> task number      (and back)
 
-    The cost is fewer than 4 walks of 6 rounds on average, in O(1) memory. Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains"
-    (cycle walking), rounds keyed by splitmix64.
+    The cost is fewer than 4 walks of 6 rounds on average, in O(1) memory. Source: J. Black, P. Rogaway,
+    "Ciphers with Arbitrary Finite Domains" (cycle walking), rounds keyed by splitmix64.
     """
 
     n: int
@@ -49,7 +51,9 @@ class EpochOrder:
     def __post_init__(self) -> None:
         bits = max(2, (self.n - 1).bit_length()) if self.n else 2
         object.__setattr__(self, "half_bits", (bits + 1) // 2)
-        object.__setattr__(self, "keys", tuple(step_seed(self.seed, self.epoch, -1 - i) for i in range(ROUNDS)))
+        object.__setattr__(
+            self, "keys", tuple(step_seed(self.seed, self.epoch, -1 - i) for i in range(ROUNDS))
+        )
 
     def task_at(self, position: int) -> int:
         """The task number that stands at `position`."""
@@ -103,7 +107,8 @@ _OF_CLASSES, _OF_ROWS = -2, -3
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The tasks 0 to `total` - 1 by their minibatches. `short`: (task, minibatches) of those with fewer than `full`, in the order of tasks."""
+    """The tasks 0 to `total` - 1 by their minibatches. `short`: (task, minibatches) of those with fewer than
+    `full`, in the order of tasks."""
 
     total: int
     full: int
@@ -144,7 +149,9 @@ class Classes:
 
     def task(self, size: int, number: int) -> int:
         """The task that is number `number` (from 0) of those with `size` minibatches."""
-        return self._members[size][number] if size < self.full else number + bisect_right(self._before, number)
+        return (
+            self._members[size][number] if size < self.full else number + bisect_right(self._before, number)
+        )
 
     def number(self, task: int) -> tuple[int, int]:
         """(class, number in it) of a task: the inverse of `task`. A class is an index of `sizes`."""
@@ -156,14 +163,17 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """The tasks of `classes` in `lanes` streams, in one epoch, so that all lanes end together. Stream s, index i <-> position s + i * lanes.
+    """The tasks of `classes` in `lanes` streams, in one epoch, so that all lanes end together. Stream s,
+    index i <-> position s + i * lanes.
 
     tasks by their minibatches, the most first      3 3 3 3 3 3 3 3 3 3 3 3 3 3 3 2 2 1 1        (class 3, class 2, class 1)
-    dealt to the lanes, row by row                  lanes 0-7: 3 3 3 3 3 3 3 3 | 3 3 3 3 3 3 3 2 | 2 1 1
-                                                    each lane's share depends on no epoch: lane 0 has the most, 3 + 3 + 2
+    dealt to the lanes, row by row                  lanes 0-7: 3 3 3 3 3 3 3 3 | 3 3 3 3 3 3 3 2 | 2 1 1 each
+                                                    lane's share depends on no epoch: lane 0 has the most, 3 +
+                                                    3 + 2
 
-    Which task of a class takes which of its places, and the order of the rows, are permutations of the epoch. Tasks that are all alike are
-    dealt as one class, and rows stay where they are. Two lanes differ by fewer minibatches than the largest task has.
+    Which task of a class takes which of its places, and the order of the rows, are permutations of the epoch.
+    Tasks that are all alike are dealt as one class, and rows stay where they are. Two lanes differ by fewer
+    minibatches than the largest task has.
     """
 
     classes: Classes
@@ -171,14 +181,17 @@ class Dealing:
     seed: int
     epoch: int
     _within: dict[int, EpochOrder] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """The permutations of each class are made when they are needed, because the keys of one cost several hashes."""
+    """The permutations of each class are made when they are needed, because the keys of one cost several
+    hashes."""
     _rows: EpochOrder | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         rows = self.classes.total // self.lanes
         several = len(self.classes.ends) > 1 and rows > 1
         object.__setattr__(
-            self, "_rows", EpochOrder(rows, step_seed(self.seed, _OF_ROWS, 0), self.epoch) if several else None
+            self,
+            "_rows",
+            EpochOrder(rows, step_seed(self.seed, _OF_ROWS, 0), self.epoch) if several else None,
         )
 
     def task_at(self, position: int) -> int:
@@ -229,9 +242,11 @@ class Order(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The tasks of `table` in `count` streams. Without a table: one task without records (EXPORT). `minibatch`: records of one.
+    """The tasks of `table` in `count` streams. Without a table: one task without records (EXPORT).
+    `minibatch`: records of one.
 
-    `balanced`: several shuffled streams get equal shares. False: a job that an earlier version began keeps its order.
+    `balanced`: several shuffled streams get equal shares. False: a job that an earlier version began keeps
+    its order.
     """
 
     kind: TaskKind
@@ -247,7 +262,8 @@ class Streams:
     order: Callable[[int], Order] = field(init=False, repr=False, compare=False)
     """By epoch; remembered, because its keys cost several hashes."""
     number: Callable[[str], int] = field(init=False, repr=False, compare=False)
-    """Raises NotFound for an id that is not among these tasks. Remembered, because a pending task is asked for often."""
+    """Raises NotFound for an id that is not among these tasks. Remembered, because a pending task is asked
+    for often."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", "" if self.kind is TaskKind.TRAIN else self.kind.lower())
@@ -266,7 +282,8 @@ class Streams:
 
     @property
     def longest(self) -> int | None:
-        """Minibatches of the longest stream of an epoch, the same in each. None: it differs by epoch, as in jobs of earlier versions."""
+        """Minibatches of the longest stream of an epoch, the same in each. None: it differs by epoch, as in
+        jobs of earlier versions."""
         if self.table is None:
             return 1
         if self.deals:
@@ -316,8 +333,9 @@ class Streams:
         return self.table.locate(self.number(task_id)).count if self.table else 0
 
     def sum(self, epoch: int, first: int, last: int, weight: Callable[[int], int]) -> int:
-        """Of `weight(records)` over the tasks at positions [first, last) of the epoch (streams count 1). As many steps as there are
-        files, not tasks: all tasks but the last one of each file have the same number of records."""
+        """Of `weight(records)` over the tasks at positions [first, last) of the epoch (streams count 1). As
+        many steps as there are files, not tasks: all tasks but the last one of each file have the same number
+        of records."""
         if self.table is None or first >= last:
             return 0
         full, whole = weight(self.table.task_records), (first, last) == (0, self.total)
@@ -375,7 +393,11 @@ def plan_of(spec: JobSpec, streams: Streams) -> EpochPlan:
     size = -(-table.task_records // spec.minibatch_size)
     steps = streams.longest if spec.mode is Mode.SYNC else table.tasks * -(-size // spec.push_every)
     return EpochPlan(
-        records=table.records, left_out=table.left_out, tasks=table.tasks, task_records=table.task_records, steps=steps
+        records=table.records,
+        left_out=table.left_out,
+        tasks=table.tasks,
+        task_records=table.task_records,
+        steps=steps,
     )
 
 
@@ -383,7 +405,8 @@ def news_of(spec: JobSpec, table: FileTable, plan: EpochPlan) -> Iterator[Event]
     """What is told before a job begins."""
     if plan.left_out:
         message = (
-            f"drop_last leaves out {plan.left_out} of {plan.records + plan.left_out} records in each epoch: the ends of files, "
+            f"drop_last leaves out {plan.left_out} of {plan.records + plan.left_out} records in "
+            "each epoch: the ends of files, "
             f"which do not fill a minibatch of {spec.minibatch_size}"
         )
         yield Event("records_left_out", message, {"records": plan.left_out})
@@ -397,7 +420,8 @@ def news_of(spec: JobSpec, table: FileTable, plan: EpochPlan) -> Iterator[Event]
 
 
 def short_steps(spec: JobSpec, table: FileTable, plan: EpochPlan) -> str:
-    """A warning if steps of a synchronous job have fewer records than the user asked for, with the reason and what to do; else ""."""
+    """A warning if steps of a synchronous job have fewer records than the user asked for, with the reason and
+    what to do; else ""."""
     if spec.mode is not Mode.SYNC or not plan.steps:
         return ""
     full = -(-plan.records // spec.global_batch_size)
@@ -407,7 +431,8 @@ def short_steps(spec: JobSpec, table: FileTable, plan: EpochPlan) -> str:
     reasons = list(_reasons(spec, table, plan))
     why, advice = (list(dict.fromkeys(texts)) for texts in zip(*reasons, strict=True))
     return (
-        f"an epoch has {plan.steps} steps of {average:.4g} records on average, global_batch_size is {spec.global_batch_size} "
+        f"an epoch has {plan.steps} steps of {average:.4g} records on average, global_batch_size "
+        f"is {spec.global_batch_size} "
         f"({full} steps would do): {'; and '.join(why)}; {', and '.join(advice)}"
     )
 
@@ -420,8 +445,14 @@ def _reasons(spec: JobSpec, table: FileTable, plan: EpochPlan) -> Iterator[tuple
     if len(files) > 1 and in_files > -(-plan.records // size):
         average = plan.records / len(files)
         yield (
-            f"a minibatch has records of one file, and {len(files)} files of {average:.4g} records on average do not fill minibatches of {size}",
-            "join the files, or set drop_last, or use minibatches of fewer records (a lower global_batch_size, or more lanes)",
+            (
+                f"a minibatch has records of one file, and {len(files)} files of {average:.4g} records "
+                f"on average do not fill minibatches of {size}"
+            ),
+            (
+                "join the files, or set drop_last, or use minibatches of fewer records (a lower "
+                "global_batch_size, or more lanes)"
+            ),
         )
     if given is not None and given % size:
         yield (
@@ -431,6 +462,9 @@ def _reasons(spec: JobSpec, table: FileTable, plan: EpochPlan) -> Iterator[tuple
     if spec.lanes > 1 and plan.steps and plan.steps > -(-in_files // spec.lanes):
         tasks = f"{plan.tasks} task{'s' * (plan.tasks != 1)} of up to {table.task_records} records"
         yield (
-            f"{tasks} are no equal shares for {spec.lanes} lanes, so some lanes have no records while others train",
+            (
+                f"{tasks} are no equal shares for {spec.lanes} lanes, so some lanes have no records "
+                "while others train"
+            ),
             "leave records_per_task out" if given is not None else "use fewer lanes",
         )

@@ -1,12 +1,14 @@
-"""The tasks of one kind in one epoch. Each is in exactly one state. What is stored is O(tasks in flight), never O(dataset).
+"""The tasks of one kind in one epoch. Each is in exactly one state. What is stored is O(tasks in flight),
+never O(dataset).
 
     TODO --dispatch--> PENDING --finish--> DONE (no record: before a cursor and in no other state)
       ^                 |   |
       +---- REQUEUED <--+   +--> DISCARDED (failures spent)       fail, expire: failures + 1;  lost trainer: not
 
-Attempt numbers fence reports: only the trainer of a pending attempt may report. A late task has two: the first end counts. When
-no task is left the epoch advances, however the last task ended. Decisions change nothing; `apply` is the only mutation.
-Streams: one that all trainers share, or one per lane (`by_lane`), where the trainer says which task it needs.
+Attempt numbers fence reports: only the trainer of a pending attempt may report. A late task has two: the
+first end counts. When no task is left the epoch advances, however the last task ended. Decisions change
+nothing; `apply` is the only mutation. Streams: one that all trainers share, or one per lane (`by_lane`),
+where the trainer says which task it needs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ from master_service.core.queue.open_tasks import (
 )
 from master_service.core.queue.streams import Streams
 from trireme_shared.protocol.errors import Conflict, StaleAttempt
-from trireme_shared.protocol.records import AcquireTask, Attempt, DiscardedTask, PendingTask, TaskAnswer, TaskKind
+from trireme_shared.protocol.records import (
+    AcquireTask,
+    Attempt,
+    DiscardedTask,
+    PendingTask,
+    TaskAnswer,
+    TaskKind,
+)
 
 WAIT_S = 0.2
 MOST_OTHERS = 1
@@ -121,7 +130,8 @@ class TaskQueue:
     # ---------------------------------------------------------------- dispatch
 
     def dispatch(self, ask: AcquireTask) -> tuple[TaskAnswer, tuple[Change, ...]]:
-        """The next task of the shared stream: requeued ones first, then the one at the cursor, then one that is late at another trainer."""
+        """The next task of the shared stream: requeued ones first, then the one at the cursor, then one that
+        is late at another trainer."""
         if again := self._asked_before(ask):
             return again, ()
         if self.finished:
@@ -146,9 +156,9 @@ class TaskQueue:
     def dispatch_lane(self, ask: AcquireTask, lane: int) -> tuple[TaskAnswer, tuple[Change, ...]]:
         """Task `ask.index` of the lane. The request proves that the lane's earlier tasks are committed.
 
-        `ask.epoch` is not beyond the queue's epoch: the caller closes epochs first (`close_before`). A task that is done already
-        is answered without a change: a trainer that joined one version behind computes it once more, and the parameter
-        servers recognise its pushes as duplicates.
+        `ask.epoch` is not beyond the queue's epoch: the caller closes epochs first (`close_before`). A task
+        that is done already is answered without a change: a trainer that joined one version behind computes
+        it once more, and the parameter servers recognise its pushes as duplicates.
         """
         length, name = self.streams.length(lane), self.streams.name(lane)
         if ask.epoch >= self.epochs:
@@ -162,7 +172,9 @@ class TaskQueue:
         task_id = self.streams.at(ask.epoch, lane, ask.index)
         if (ask.epoch, task_id) in self.discarded:
             skip = TaskAnswer(answer="skip", reason=f"task {task_id} is discarded", stream_length=length)
-            passed = (PutCursor(name, ask.index + 1),) if (ask.epoch, ask.index) == (self.epoch, cursor) else ()
+            passed = (
+                (PutCursor(name, ask.index + 1),) if (ask.epoch, ask.index) == (self.epoch, cursor) else ()
+            )
             return skip, self._and_close(committed, passed)
         if ask.epoch == self.epoch and task_id in self.pending:
             held = self.pending[task_id].record
@@ -175,13 +187,17 @@ class TaskQueue:
         if ask.index < cursor:
             return self._given(task_id, ask.epoch, lane, ask.index, 1), committed
         if ask.index > cursor:
-            msg = f"lane {lane} asks for task {ask.index} of epoch {ask.epoch}, but only {cursor} were ever given; ask in order"
+            msg = (
+                f"lane {lane} asks for task {ask.index} of epoch {ask.epoch}, but only {cursor} were "
+                "ever given; ask in order"
+            )
             raise Conflict(msg)
         given, put = self._give(ask, task_id, lane, ask.index, 0, 0)
         return given, (*committed, PutCursor(name, cursor + 1), put)
 
     def close_before(self, ask: AcquireTask) -> tuple[Change, ...]:
-        """Asking for the next epoch proves that all lanes have committed this one: it closes, even with tasks pending."""
+        """Asking for the next epoch proves that all lanes have committed this one: it closes, even with tasks
+        pending."""
         if ask.epoch > self.epoch + 1:
             msg = f"epoch {ask.epoch} is asked for, but epoch {self.epoch} is under way; ask in order"
             raise Conflict(msg)
@@ -190,7 +206,8 @@ class TaskQueue:
     # ---------------------------------------------------------------- ends of attempts
 
     def finish(self, task_id: str, attempt: int, trainer: str, epoch: int | None = None) -> Closing:
-        """Raises StaleAttempt. A repeated report changes nothing; nor does one about a lane's task that is committed already."""
+        """Raises StaleAttempt. A repeated report changes nothing; nor does one about a lane's task that is
+        committed already."""
         committed = self.by_lane and task_id not in self.pending and self.state_of(task_id) == "DONE"
         if committed or self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
@@ -199,7 +216,8 @@ class TaskQueue:
         return self._closing(task_id, (DropPending(task_id, reported=True, by=by),))
 
     def fail(self, task_id: str, attempt: int, trainer: str, cause: str, epoch: int | None = None) -> Closing:
-        """The trainer reported an error. Raises StaleAttempt, also for a lane's task that is done: else its trainer tries for ever."""
+        """The trainer reported an error. Raises StaleAttempt, also for a lane's task that is done: else its
+        trainer tries for ever."""
         done = self.by_lane and epoch in (None, self.epoch) and self.state_of(task_id) == "DONE"
         if not done and self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
@@ -213,11 +231,14 @@ class TaskQueue:
         return Closing((PutPending(task_id, rest, ended),))
 
     def give_up(self, task_id: str, cause: str, *, reported: bool = False, spent: bool = False) -> Closing:
-        """One more failure: the task is requeued, or discarded for this epoch when its failures are spent (`spent`: in any case)."""
+        """One more failure: the task is requeued, or discarded for this epoch when its failures are spent
+        (`spent`: in any case)."""
         held = self.pending[task_id].record
         failures = held.failures + (not spent)
         if failures < self.max_failures and not spent:
-            return Closing((DropPending(task_id, reported), PutRequeued(task_id, requeued_task(held, failures, cause))))
+            return Closing(
+                (DropPending(task_id, reported), PutRequeued(task_id, requeued_task(held, failures, cause)))
+            )
         lost = DiscardedTask(
             attempts=held.attempt,
             failures=failures,
@@ -231,8 +252,8 @@ class TaskQueue:
         return Closing(closing.changes, closing.last, lost)
 
     def put_back(self, task_id: str, cause: str, lost: Collection[str] | None = None) -> tuple[Change, ...]:
-        """The trainer is gone or has handed the task back: this is no failure of the task. `lost`: only attempts of these trainers
-        end."""
+        """The trainer is gone or has handed the task back: this is no failure of the task. `lost`: only
+        attempts of these trainers end."""
         held = self.pending[task_id].record
         if lost is not None and (rest := held.without(lost)) is not None:
             return (PutPending(task_id, rest),)
@@ -240,7 +261,9 @@ class TaskQueue:
 
     def overdue(self, now: float) -> list[str]:
         """Pending tasks past their deadline; the one that is silent longest comes first."""
-        late = [(held.last_sign, each) for each, held in self.pending.items() if self.deadlines.is_over(held, now)]
+        late = [
+            (held.last_sign, each) for each, held in self.pending.items() if self.deadlines.is_over(held, now)
+        ]
         return [task_id for _, task_id in sorted(late)]
 
     def held_by(self, trainer: str) -> list[str]:
@@ -249,7 +272,10 @@ class TaskQueue:
     def check_attempt(self, task_id: str, attempt: int, trainer: str, epoch: int | None = None) -> None:
         """The fence of every report. Raises StaleAttempt unless this attempt is pending."""
         if (held := self.pending.get(task_id)) is None:
-            msg = f"task {task_id} attempt {attempt} of {trainer} is stale: the task is {self.state_of(task_id)}; fetch a new task"
+            msg = (
+                f"task {task_id} attempt {attempt} of {trainer} is stale: the task is "
+                f"{self.state_of(task_id)}; fetch a new task"
+            )
             raise StaleAttempt(msg)
         record = held.record
         if record.find(attempt, trainer) is None or (epoch is not None and epoch != record.epoch):
@@ -261,8 +287,11 @@ class TaskQueue:
 
     # ---------------------------------------------------------------- apply
 
-    def sign_of_life(self, task_id: str, minibatches: int, now: float, work: int = 0, waits_for: str = "") -> bool:
-        """In place. Whether more is done than before; a trainer whose model hangs answers the same again. If that of a lane waits, no lane is late."""
+    def sign_of_life(
+        self, task_id: str, minibatches: int, now: float, work: int = 0, waits_for: str = ""
+    ) -> bool:
+        """In place. Whether more is done than before; a trainer whose model hangs answers the same again. If
+        that of a lane waits, no lane is late."""
         held = self.pending[task_id]
         held.waits_for = waits_for
         if minibatches > held.minibatches:
@@ -274,12 +303,14 @@ class TaskQueue:
         return more
 
     def grant_again(self, now: float) -> None:
-        """In place. Every pending task gets a new full deadline: under a new master, or after a long wait that was not its fault."""
+        """In place. Every pending task gets a new full deadline: under a new master, or after a long wait
+        that was not its fault."""
         for held in self.pending.values():
             held.deadline = now + self.deadlines.allowed_s(held.record.trainer)
 
     def extend(self, seconds: float) -> None:
-        """In place. So much more time: training stood still. With a new full deadline in each pause a hung task might never run over its time."""
+        """In place. So much more time: training stood still. With a new full deadline in each pause a hung
+        task might never run over its time."""
         for held in self.pending.values():
             held.deadline += seconds
 
@@ -294,7 +325,9 @@ class TaskQueue:
                     self.repeats.drop_ask(before.record)
                 if ended is not None:
                     self.repeats.remember(task_id, record, ended)
-                self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(record.trainer), now, now)
+                self.pending[task_id] = Pending(
+                    record, now + self.deadlines.allowed_s(record.trainer), now, now
+                )
                 self.repeats.add_ask(task_id, record)
                 self._note(record.stream, task_id)
             case DropPending(task_id, reported, by):
@@ -320,7 +353,12 @@ class TaskQueue:
                     self.repeats.remember(task_id, held.record)
                 self.repeats.asks.clear()
                 self.epoch, self.dispatched = epoch, 0
-                self.cursors, self.pending, self.requeued, self.open_of = {}, {}, RequeuedTasks(), OpenOfStreams()
+                self.cursors, self.pending, self.requeued, self.open_of = (
+                    {},
+                    {},
+                    RequeuedTasks(),
+                    OpenOfStreams(),
+                )
             case RestartQueue():
                 self.repeats, self.dispatched = Repeats(requests=self.repeats.requests), 0
                 self.cursors, self.pending, self.requeued, self.discarded = {}, {}, RequeuedTasks(), {}
@@ -331,7 +369,10 @@ class TaskQueue:
 
     def __repr__(self) -> str:
         todo, pending, done, discarded = self.counts
-        return f"<TaskQueue {self.kind} epoch {self.epoch}: {todo} todo, {pending} pending, {done} done, {discarded} discarded>"
+        return (
+            f"<TaskQueue {self.kind} epoch {self.epoch}: {todo} todo, {pending} pending, {done} done, "
+            f"{discarded} discarded>"
+        )
 
     # ---------------------------------------------------------------- parts
 
@@ -340,10 +381,15 @@ class TaskQueue:
         if task_id := self.repeats.asks.get((ask.trainer, ask.request)):
             record = self.pending[task_id].record
             stream = int(record.stream) if record.stream.isdigit() else 0
-            mine = next(each for each in record.attempts if (each.trainer, each.request) == (ask.trainer, ask.request))
+            mine = next(
+                each for each in record.attempts if (each.trainer, each.request) == (ask.trainer, ask.request)
+            )
             return self._given(task_id, record.epoch, stream, record.index, mine.attempt)
         if ask.request and ask.request in self.repeats.requests:
-            msg = f"request {ask.request} of {ask.trainer} was answered and its task reported; use a new request id"
+            msg = (
+                f"request {ask.request} of {ask.trainer} was answered and its task reported; use a new "
+                "request id"
+            )
             raise Conflict(msg)
         return None
 
@@ -375,7 +421,8 @@ class TaskQueue:
         return self._given(task_id, self.epoch, stream, index, attempts + 1), PutPending(task_id, record)
 
     def _committed(self, lane: int, index: int) -> tuple[Change, ...]:
-        """Drops earlier tasks of the lane that are still pending or requeued: the request proves them done."""
+        """Drops earlier tasks of the lane that are still pending or requeued: the request proves them
+        done."""
         name = self.streams.name(lane)
         open_tasks = self.open_of.get(name, ())
         held = [t for t in open_tasks if t in self.pending and self.pending[t].record.index < index]
@@ -386,7 +433,9 @@ class TaskQueue:
         if self.by_lane:
             self.open_of.note(stream, task_id, is_open=task_id in self.pending or task_id in self.requeued)
 
-    def _and_close(self, committed: tuple[Change, ...], passed: tuple[PutCursor, ...] = ()) -> tuple[Change, ...]:
+    def _and_close(
+        self, committed: tuple[Change, ...], passed: tuple[PutCursor, ...] = ()
+    ) -> tuple[Change, ...]:
         """`committed` and `passed`, and the next epoch if they leave no task of this one."""
         left = len(self.pending) + len(self.requeued) - len(committed)
         closed = bool(committed or passed) and not left and self.dispatched + len(passed) == self.total
@@ -398,7 +447,8 @@ class TaskQueue:
         return Closing((*changes, *ended), last)
 
     def _reported(self, task_id: str, attempt: int, trainer: str, epoch: int | None) -> bool:
-        """Whether this very report was taken before, and its answer got lost. Bounded memory, empty in a new master."""
+        """Whether this very report was taken before, and its answer got lost. Bounded memory, empty in a new
+        master."""
         if (held := self.pending.get(task_id)) and held.record.find(attempt, trainer):
             return False
         epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)

@@ -1,4 +1,5 @@
-"""What the leader knows of its cluster: jobs, pool members, assignments. Only `ClusterState.apply` changes jobs and assignments.
+"""What the leader knows of its cluster: jobs, pool members, assignments. Only `ClusterState.apply` changes
+jobs and assignments.
 
 The functions at the end tell how the pre- and post-tasks of a job stand, by its record and their runs.
 """
@@ -112,11 +113,12 @@ ClusterDecision = Decision[A, ClusterChange]
 
 @dataclass
 class ClusterState:
-    """`members`: as the watch tells, the newest registration of each place. `moved`: when (monotonic s) a place was assigned or
-    unassigned last in this term. `gone_since`: when an assigned place was first seen without a member. `unfit`: for which
-    (job, epoch) a place is of no use any more, because the process ended there again and again, or ended well. `drains`: places
-    that get no work, whether they have a member now or not. `task_runs`: by job, the pre- and post-tasks that were begun, and
-    `tasks_written`: when (monotonic s) each was written last in this term."""
+    """`members`: as the watch tells, the newest registration of each place. `moved`: when (monotonic s) a
+    place was assigned or unassigned last in this term. `gone_since`: when an assigned place was first seen
+    without a member. `unfit`: for which (job, epoch) a place is of no use any more, because the process ended
+    there again and again, or ended well. `drains`: places that get no work, whether they have a member now or
+    not. `task_runs`: by job, the pre- and post-tasks that were begun, and `tasks_written`: when (monotonic s)
+    each was written last in this term."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     schedules: dict[str, JobSchedule] = field(default_factory=dict)
@@ -132,7 +134,10 @@ class ClusterState:
     events: EventLog = field(default_factory=EventLog)
 
     def __repr__(self) -> str:
-        return f"<ClusterState {len(self.jobs)} jobs, {len(self.members)} members, {len(self.assignments)} assigned>"
+        return (
+            f"<ClusterState {len(self.jobs)} jobs, {len(self.members)} members, "
+            f"{len(self.assignments)} assigned>"
+        )
 
     def job(self, name: str) -> ClusterJob:
         """Raises NotFound."""
@@ -145,7 +150,9 @@ class ClusterState:
         """Raises NotFound."""
         found = self.schedules.get(name)
         if found is None:
-            raise NotFound(f"there is no schedule {name} in this cluster", hint="`trireme schedules` lists them")
+            raise NotFound(
+                f"there is no schedule {name} in this cluster", hint="`trireme schedules` lists them"
+            )
         return found
 
     def place(self, member: str) -> Place:
@@ -164,7 +171,9 @@ class ClusterState:
     def assigned_to(self, job: str, kind: Kind) -> list[Place]:
         """The places that train it; not those that run its tasks."""
         return [
-            place for place, held in self.assignments.items() if held.job == job and place[0] == kind and not held.task
+            place
+            for place, held in self.assignments.items()
+            if held.job == job and place[0] == kind and not held.task
         ]
 
     def takes_work(self, place: Place) -> bool:
@@ -185,7 +194,8 @@ class ClusterState:
         return not spent and start not in self.unfit.get(place, frozenset())
 
     def see(self, place: Place, member: PoolMember | None, now: float) -> None:
-        """In place: the watch saw this registration, or (None) that there is none any more. `now`: monotonic, s."""
+        """In place: the watch saw this registration, or (None) that there is none any more. `now`: monotonic,
+        s."""
         if member is None:
             self.members.pop(place, None)
             if place in self.assignments:
@@ -241,7 +251,8 @@ class ClusterState:
         return found is not None and found.epoch == epoch
 
     def _forget(self, place: Place) -> None:
-        """No member and no assignment: nothing is kept of the place, so that names of members may come and go."""
+        """No member and no assignment: nothing is kept of the place, so that names of members may come and
+        go."""
         for kept in (self.moved, self.gone_since, self.unfit):
             kept.pop(place, None)
 

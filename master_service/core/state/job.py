@@ -1,6 +1,8 @@
-"""What a master knows of one job: everything it decides from. Only `Job.apply` changes it, by changes that etcd holds.
+"""What a master knows of one job: everything it decides from. Only `Job.apply` changes it, by changes that
+etcd holds.
 
-Members are who is registered in etcd, and what they have written there. Operations are the requests that take long.
+Members are who is registered in etcd, and what they have written there. Operations are the requests that take
+long.
 """
 
 from __future__ import annotations
@@ -63,7 +65,13 @@ from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, OwnCheckpoints
 from trireme_shared.protocol.records.job import Losses, Paused
 from trireme_shared.protocol.records.layout import Layout
-from trireme_shared.protocol.records.operations import KeptAnswer, Operation, OperationKind, OperationState, ResizePhase
+from trireme_shared.protocol.records.operations import (
+    KeptAnswer,
+    Operation,
+    OperationKind,
+    OperationState,
+    ResizePhase,
+)
 from trireme_shared.protocol.records.queue import FailureCounts
 from trireme_shared.protocol.records.record import MESSAGE_CHARACTERS, shortened
 
@@ -72,7 +80,8 @@ from trireme_shared.protocol.records.record import MESSAGE_CHARACTERS, shortened
 class Operations:
     """Checkpoints, verifications, restorations, resizes: those that run, and the last ones that ended.
 
-    `since`: when this master first saw each one, by its own clock; `requested`: when it first saw it in `making`.
+    `since`: when this master first saw each one, by its own clock; `requested`: when it first saw it in
+    `making`.
     """
 
     records: dict[str, Operation] = field(default_factory=dict)
@@ -99,7 +108,8 @@ class Operations:
         return [operation for operation in found if kind in (None, operation.kind)]
 
     def making(self) -> list[Operation]:
-        """Those that checkpoints are made for, without those that wait for the next one or share it. Oldest first."""
+        """Those that checkpoints are made for, without those that wait for the next one or share it. Oldest
+        first."""
         creating = self.running(OperationKind.CREATE_CHECKPOINT)
         return [operation for operation in creating if not (operation.after or operation.joined)]
 
@@ -123,7 +133,10 @@ class Operations:
         """Raises NotFound."""
         found = self.records.get(operation_id)
         if found is None:
-            msg = f"operation {operation_id} does not exist (any more: the last {KEPT_OPERATIONS} that ended are kept)"
+            msg = (
+                f"operation {operation_id} does not exist (any more: the last {KEPT_OPERATIONS} that "
+                "ended are kept)"
+            )
             raise NotFound(msg)
         return found
 
@@ -139,7 +152,11 @@ def end_operation(
 
 
 def operation_fields(operation: Operation) -> Fields:
-    fields: Fields = {"operation": operation.operation_id, "kind": operation.kind.value, "attempt": operation.attempt}
+    fields: Fields = {
+        "operation": operation.operation_id,
+        "kind": operation.kind.value,
+        "attempt": operation.attempt,
+    }
     if operation.checkpoint_id:
         fields |= {"checkpoint": operation.checkpoint_id, "step": operation.step or 0}
     return fields
@@ -161,14 +178,18 @@ def started_by(member: TrainerMember | PserverMember) -> str:
 
 def holds_parameters(holds: Holding | None, timeline: int, checkpoint: str) -> bool:
     """Collective: whether a trainer that says so has the parameters of that timeline."""
-    return holds is not None and not holds.error and (holds.timeline, holds.checkpoint) == (timeline, checkpoint)
+    return (
+        holds is not None and not holds.error and (holds.timeline, holds.checkpoint) == (timeline, checkpoint)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Trainers in order of arrival. The revisions are those at which etcd created each `ps/<index>` and `layout` (0: not there).
-    `latest`: the newest checkpoint, written at `latest_revision`; `own`: independent checkpoints, by pserver.
-    `initialiser`: the trainer that gave the parameters their first values, once they have them. `left`: trainers and pservers (`pserver-0`) that gave their keys up because they were told to, the latest LEFT_KEPT."""
+    """Trainers in order of arrival. The revisions are those at which etcd created each `ps/<index>` and
+    `layout` (0: not there). `latest`: the newest checkpoint, written at `latest_revision`; `own`: independent
+    checkpoints, by pserver. `initialiser`: the trainer that gave the parameters their first values, once they
+    have them. `left`: trainers and pservers (`pserver-0`) that gave their keys up because they were told to,
+    the latest LEFT_KEPT."""
 
     trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
     pservers: Mapping[int, PserverMember] = field(default_factory=dict)
@@ -190,7 +211,9 @@ class Members:
     def holding(self, timeline: int, checkpoint: str) -> tuple[str, ...]:
         """Collective: the trainers that have the parameters of that timeline, in order of arrival."""
         return tuple(
-            name for name, member in self.trainers.items() if holds_parameters(member.holds, timeline, checkpoint)
+            name
+            for name, member in self.trainers.items()
+            if holds_parameters(member.holds, timeline, checkpoint)
         )
 
     def absence(self, name: str) -> str:
@@ -204,8 +227,8 @@ class Members:
 
 @dataclass
 class FailureBudget:
-    """How many errors of the user's code a job may have, and `counts`, how many it has had: what etcd holds, so a new master
-    goes on counting. `started`: a step is known to be done."""
+    """How many errors of the user's code a job may have, and `counts`, how many it has had: what etcd holds,
+    so a new master goes on counting. `started`: a step is known to be done."""
 
     allowed: int
     started: bool = False
@@ -214,8 +237,9 @@ class FailureBudget:
 
 @dataclass
 class Job:
-    """`speeds` are measured, not decided: no change is about them, and etcd does not hold them. `evaluations`: by number, those that
-    were done while the job trained. `awaited`: the evaluation that trainers wait for, and since when; it is not stored either."""
+    """`speeds` are measured, not decided: no change is about them, and etcd does not hold them.
+    `evaluations`: by number, those that were done while the job trained. `awaited`: the evaluation that
+    trainers wait for, and since when; it is not stored either."""
 
     spec: JobSpec
     meta: TaskMeta
@@ -237,11 +261,14 @@ class Job:
     operations: Operations = field(default_factory=Operations)
     answers: KeptAnswers = field(default_factory=KeptAnswers)
     events: EventLog = field(default_factory=EventLog)
-    phase_since: float | None = None  # also of the stage and the timeline; None: they are those of the beginning
+    # also of the stage and the timeline; None: they are those of the beginning
+    phase_since: float | None = None
     speeds: Speeds = field(default_factory=Speeds)
 
     @classmethod
-    def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None, known: TaskMeta | None = None) -> Job:
+    def open(
+        cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None, known: TaskMeta | None = None
+    ) -> Job:
         """A job that has not begun; `known`: of one that has."""
 
         def deadlines() -> Deadlines:
@@ -251,7 +278,9 @@ class Job:
         chosen = (spec.streams, spec.seed, spec.shuffle, spec.minibatch_size, balanced)
         streams = Streams(TaskKind.TRAIN, table, *chosen)
         queues = {
-            TaskKind.TRAIN: TaskQueue(streams, deadlines(), spec.mode is Mode.SYNC, spec.epochs, max_failures=allowed),
+            TaskKind.TRAIN: TaskQueue(
+                streams, deadlines(), spec.mode is Mode.SYNC, spec.epochs, max_failures=allowed
+            ),
             TaskKind.EXPORT: TaskQueue(Streams(TaskKind.EXPORT), deadlines(), max_failures=allowed),
         }
         if evaluation is not None:
@@ -273,7 +302,11 @@ class Job:
             balanced=balanced,
         )
         return cls(
-            spec, meta, queues, FailureBudget(spec.max_user_failures), plan_of(spec, queues[TaskKind.TRAIN].streams)
+            spec,
+            meta,
+            queues,
+            FailureBudget(spec.max_user_failures),
+            plan_of(spec, queues[TaskKind.TRAIN].streams),
         )
 
     @property
@@ -306,8 +339,8 @@ class Job:
 
     @property
     def known_budget(self) -> FailureBudget:
-        """`budget`, started as well if a checkpoint, the parameters of a trainer or a trainer's report of its task prove a step: a new
-        leader knows them before it hears of any metrics."""
+        """`budget`, started as well if a checkpoint, the parameters of a trainer or a trainer's report of its
+        task prove a step: a new leader knows them before it hears of any metrics."""
         return replace(self.budget, started=self.budget.started or self._has_trained())
 
     def _has_trained(self) -> bool:
@@ -333,7 +366,8 @@ class Job:
         return self._done(per_epoch, open_records)
 
     def _done(self, per_epoch: int, begun: int) -> int:
-        """Of records, or minibatches, `per_epoch` of which are in an epoch: in tasks that are over, about, and `begun` in those under way."""
+        """Of records, or minibatches, `per_epoch` of which are in an epoch: in tasks that are over, about,
+        and `begun` in those under way."""
         queue = self.training
         _, _, done, discarded = queue.counts
         closed = round(per_epoch * (done + discarded) / queue.total) if queue.total else 0
@@ -347,13 +381,18 @@ class Job:
 
     @property
     def minibatches_done(self) -> int:
-        """Trained or discarded in all epochs, as far as trainers have told: in tasks that are over, about, and in those under way."""
+        """Trained or discarded in all epochs, as far as trainers have told: in tasks that are over, about,
+        and in those under way."""
         queue = self.training
         begun = {task_id: held.minibatches for task_id, held in queue.pending.items()}
         for member in self.members.trainers.values():
             at = member.paused or Paused(uuid="")
             held = queue.pending.get(at.task_id)
-            if held is not None and held.record.epoch == at.epoch and held.record.find(at.attempt, member.trainer):
+            if (
+                held is not None
+                and held.record.epoch == at.epoch
+                and held.record.find(at.attempt, member.trainer)
+            ):
                 begun[at.task_id] = max(begun[at.task_id], at.minibatch)
         return self._done(self.epoch_minibatches, sum(begun.values()))
 
@@ -397,7 +436,11 @@ class Job:
                 self.queues[kind].apply(change, now)
             case JobState():
                 before = self.state
-                if (change.phase, change.stage, change.timeline) != (before.phase, before.stage, before.timeline):
+                if (change.phase, change.stage, change.timeline) != (
+                    before.phase,
+                    before.stage,
+                    before.timeline,
+                ):
                     self.phase_since = now
                 self.state = change
             case TrainerList():
@@ -426,7 +469,9 @@ class Job:
             case DropEvaluation(number):
                 self.evaluations.pop(number, None)
             case DropEvaluationsAfter(last):
-                self.evaluations = {number: each for number, each in self.evaluations.items() if number <= last}
+                self.evaluations = {
+                    number: each for number, each in self.evaluations.items() if number <= last
+                }
             case FailureCounts():
                 self.budget.counts = change
             case Losses():
@@ -450,7 +495,10 @@ class Job:
                 self.queue_of(change.task_id).apply(change, now)
 
     def __repr__(self) -> str:
-        return f"<Job {self.state.phase} {self.state.stage} generation {self.state.generation}: {self.due}, {self.members}>"
+        return (
+            f"<Job {self.state.phase} {self.state.stage} generation {self.state.generation}: "
+            f"{self.due}, {self.members}>"
+        )
 
 
 def _kind_of(task_id: str) -> TaskKind | None:

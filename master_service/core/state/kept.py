@@ -1,5 +1,5 @@
-"""What a job and a cluster keep for those who ask later, as etcd holds it, bounded in number and in bytes: their newest events, and the answers
-to requests that came with an Idempotency-Key."""
+"""What a job and a cluster keep for those who ask later, as etcd holds it, bounded in number and in bytes:
+their newest events, and the answers to requests that came with an Idempotency-Key."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ IDS_PER_REVISION = 1_000_000
 class EventLog:
     """Events with ids that grow by one.
 
-    told(events) ─► PutEvents: the next ids; DropEvents: the oldest, once there are too many        nothing has happened yet
+    told(events) ─► PutEvents: the next ids; DropEvents: the oldest, once there are too many
+        nothing has happened yet
     apply(change)                                                                                   now it has
 
-    `next_id`: of the next event; 0 before `begin`. A chunk is what one transaction told, as etcd holds it: parsed events take
-    several times as much memory, and hardly anybody asks for the old ones.
+    `next_id`: of the next event; 0 before `begin`. A chunk is what one transaction told, as etcd holds it:
+    parsed events take several times as much memory, and hardly anybody asks for the old ones.
     """
 
     next_id: int = 0
@@ -39,7 +40,8 @@ class EventLog:
         return f"<EventLog {self.oldest} to {self.newest}, {self._bytes} bytes>"
 
     def begin(self, revision: int) -> None:
-        """In place: a log without events begins with ids that no earlier log of the same keys has used. `revision`: of etcd, now."""
+        """In place: a log without events begins with ids that no earlier log of the same keys has used.
+        `revision`: of etcd, now."""
         if not self.next_id:
             self.next_id = revision * IDS_PER_REVISION + 1
 
@@ -91,9 +93,13 @@ class EventLog:
         return found[:limit]
 
     def check(self, cursor: int) -> None:
-        """Raises CursorExpired if not all events after it are kept, or if it is none of this log. 0 is the beginning of what is kept."""
+        """Raises CursorExpired if not all events after it are kept, or if it is none of this log. 0 is the
+        beginning of what is kept."""
         if cursor and not self.oldest - 1 <= cursor <= self.newest:
-            msg = f"the events right after {cursor} are not kept: the oldest is {self.oldest}, the newest {self.newest}"
+            msg = (
+                f"the events right after {cursor} are not kept: the oldest is {self.oldest}, the "
+                f"newest {self.newest}"
+            )
             hint = "what is kept begins after=0; what happened before stands in the masters' logs"
             raise CursorExpired(msg, hint=hint, after=cursor, oldest=self.oldest, newest=self.newest)
 
@@ -134,7 +140,9 @@ class KeptAnswers:
         """What a new one takes the place of, the oldest first: at most AT_ONCE, more with the next ones."""
         many, oldest = len(self._records) + 1 - KEPT_ANSWERS, _oldest(wall_time)
         first = heapq.nsmallest(AT_ONCE, ((kept.create_time, key) for key, kept in self._records.items()))
-        return tuple(DropAnswer(key) for number, (time, key) in enumerate(first) if number < many or time < oldest)
+        return tuple(
+            DropAnswer(key) for number, (time, key) in enumerate(first) if number < many or time < oldest
+        )
 
 
 def _oldest(wall_time: float) -> str:

@@ -1,5 +1,6 @@
-"""What trainers report of loss and speed, in the bounded memory of a leader: sums per epoch, the last steps, records of the last seconds, and
-how fast each trainer computes. A new leader hears of speeds again within seconds."""
+"""What trainers report of loss and speed, in the bounded memory of a leader: sums per epoch, the last steps,
+records of the last seconds, and how fast each trainer computes. A new leader hears of speeds again within
+seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Sums:
 
 @dataclass(slots=True)
 class Metrics:
-    """`step`: how many steps were done: the highest number that was reported, and one, since they are numbered from 0; None: not known."""
+    """`step`: how many steps were done: the highest number that was reported, and one, since they are
+    numbered from 0; None: not known."""
 
     steps: OrderedDict[int, Sums] = field(default_factory=OrderedDict)
     epochs: OrderedDict[int, Sums] = field(default_factory=OrderedDict)
@@ -63,7 +65,8 @@ class Metrics:
         self._forget(now)
 
     def know_epochs(self, losses: Mapping[int, tuple[float, float]]) -> None:
-        """In place: loss x records and records of whole steps by epoch, also of those that another master was told."""
+        """In place: loss x records and records of whole steps by epoch, also of those that another master was
+        told."""
         skipped = {number: sums.skipped for number, sums in self.epochs.items()}
         self.epochs.clear()
         for number in sorted(losses)[-KEPT_EPOCHS:]:
@@ -113,8 +116,8 @@ def _entry(kept: OrderedDict[int, Sums], key: int, limit: int) -> Sums:
 
 REPORTS = 64  # of one trainer, at most
 SPEED_WINDOW_S = 10.0
-"""A trainer's speed is the median of what it reported in so long. One report is the median of a few lanes: with looks that follow each
-other faster than this, lanes would move by noise."""
+"""A trainer's speed is the median of what it reported in so long. One report is the median of a few lanes:
+with looks that follow each other faster than this, lanes would move by noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +145,15 @@ class Speeds:
 
     def keep(self, trainers: Container[str], since: float) -> None:
         """In place. Reports of others, and those from before `since`, are forgotten."""
-        for trainer in [name for name, found in self.reports.items() if name not in trainers or found[-1].at < since]:
+        for trainer in [
+            name for name, found in self.reports.items() if name not in trainers or found[-1].at < since
+        ]:
             del self.reports[trainer]
 
     @property
     def lane_s(self) -> dict[str, float]:
-        """Trainer -> seconds for one lane. Lanes without records say of a trainer only that it is no faster than so: it is taken to
-        be like the others, or as slow as that."""
+        """Trainer -> seconds for one lane. Lanes without records say of a trainer only that it is no faster
+        than so: it is taken to be like the others, or as slow as that."""
         usual = {name: _usual(found) for name, found in self.reports.items()}
         measured = [report.lane_s for report in usual.values() if report.lane_s is not None]
         usual_s = median(measured) if measured else None

@@ -1,8 +1,10 @@
 """The phase of a job, and what changes it: no other module gives a job another phase.
 
-WAITING --REGROUP--> RUNNING --PAUSE--> CHECKPOINTING --CONTINUE--> RUNNING --COMPLETE--> COMPLETED --TRAIN_LONGER--> WAITING
+WAITING --REGROUP--> RUNNING --PAUSE--> CHECKPOINTING --CONTINUE--> RUNNING --COMPLETE--> COMPLETED
+    --TRAIN_LONGER--> WAITING
                         `--GO_BACK--> ROLLING_BACK --RESTORE--> RUNNING
-START_OVER leads to WAITING, FAIL from every phase that is not final to FAILED, and START_AGAIN from there to WAITING.
+START_OVER leads to WAITING, FAIL from every phase that is not final to FAILED, and START_AGAIN from there to
+WAITING.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class PhaseEvent(StrEnum):
 _NOT_FINAL = tuple(phase for phase in Phase if not phase.final)
 
 
-def _rows(event: PhaseEvent, before: tuple[Phase, ...], after: Phase) -> dict[tuple[Phase, PhaseEvent], Phase]:
+def _rows(
+    event: PhaseEvent, before: tuple[Phase, ...], after: Phase
+) -> dict[tuple[Phase, PhaseEvent], Phase]:
     return {(phase, event): after for phase in before}
 
 
@@ -56,12 +60,14 @@ TRANSITIONS: Mapping[tuple[Phase, PhaseEvent], Phase] = {
     **_rows(PhaseEvent.COMPLETE, _NOT_FINAL, Phase.COMPLETED),  # a trainer may export while others are lost
     **_rows(PhaseEvent.FAIL, _NOT_FINAL, Phase.FAILED),
     **_rows(PhaseEvent.START_AGAIN, (Phase.FAILED,), Phase.WAITING),
-    **_rows(PhaseEvent.TRAIN_LONGER, tuple(Phase), Phase.WAITING),  # also of a job that was paused while it evaluated
+    # also of a job that was paused while it evaluated
+    **_rows(PhaseEvent.TRAIN_LONGER, tuple(Phase), Phase.WAITING),
 }
 
 
 def after(phase: Phase, event: PhaseEvent) -> Phase:
-    """The phase that `event` leads to. Raises RuntimeError if a job in `phase` cannot meet `event`: the decision has a bug."""
+    """The phase that `event` leads to. Raises RuntimeError if a job in `phase` cannot meet `event`: the
+    decision has a bug."""
     found = TRANSITIONS.get((phase, event))
     if found is None:
         possible = ", ".join(before for before, met in TRANSITIONS if met is event)
@@ -108,7 +114,12 @@ def rolling_back(state: JobState, checkpoint: str, reason: str) -> JobState:
     """A timeline begins with the checkpoint of uuid `checkpoint`; "": every member drops its parameters."""
     phase, timeline = after(state.phase, PhaseEvent.GO_BACK), state.generation + 1
     return state.with_fields(
-        phase=phase, generation=timeline, timeline=timeline, checkpoint=checkpoint, reason=reason, **_no_absence()
+        phase=phase,
+        generation=timeline,
+        timeline=timeline,
+        checkpoint=checkpoint,
+        reason=reason,
+        **_no_absence(),
     )
 
 
@@ -143,11 +154,15 @@ def training_continues(state: JobState, generation: int, reason: str) -> JobStat
 
 def completed(state: JobState, result: JobResult) -> JobState:
     phase = after(state.phase, PhaseEvent.COMPLETE)
-    return state.with_fields(phase=phase, stage=Stage.DONE, reason="trained, evaluated and exported", result=result)
+    return state.with_fields(
+        phase=phase, stage=Stage.DONE, reason="trained, evaluated and exported", result=result
+    )
 
 
 def failed(state: JobState, reason: str, cause: FailureCause, failure: UserFailure | None) -> JobState:
-    return state.with_fields(phase=after(state.phase, PhaseEvent.FAIL), reason=reason, cause=cause, failure=failure)
+    return state.with_fields(
+        phase=after(state.phase, PhaseEvent.FAIL), reason=reason, cause=cause, failure=failure
+    )
 
 
 def started_again(state: JobState) -> JobState:
@@ -157,4 +172,6 @@ def started_again(state: JobState) -> JobState:
 
 def trained_longer(state: JobState, reason: str) -> JobState:
     phase = after(state.phase, PhaseEvent.TRAIN_LONGER)
-    return state.with_fields(phase=phase, stage=Stage.TRAIN, result=JobResult(), reason=reason, **_no_failure())
+    return state.with_fields(
+        phase=phase, stage=Stage.TRAIN, result=JobResult(), reason=reason, **_no_failure()
+    )

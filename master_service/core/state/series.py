@@ -1,10 +1,13 @@
 """Metrics by step, in bounded memory: the losses of a job, and what its script reports.
 
-report ─► Series.add: values of one step and timeline come together, those of a later timeline take the place of earlier ones
-whole steps in their order ─► Series.append: each once          the job goes back ─► rewind: later steps are dropped, and come again
+report ─► Series.add: values of one step and timeline come together, those of a later timeline take the place
+    of earlier ones
+whole steps in their order ─► Series.append: each once          the job goes back
+    ─► rewind: later steps are dropped, and come again
 full ───► buckets twice as wide, so any number of steps fits          query ─► at most so many points
 
-WholeSteps decides which steps of a synchronous job are new. LeftSteps has those that a restore of an older checkpoint left.
+WholeSteps decides which steps of a synchronous job are new. LeftSteps has those that a restore of an older
+checkpoint left.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ MOST_SERIES = 64  # of names that scripts choose
 
 
 class Value(NamedTuple):
-    """`total`: of the values x their weights; `weight`: records, or how many values; `least`, `most`: of the values."""
+    """`total`: of the values x their weights; `weight`: records, or how many values; `least`, `most`: of the
+    values."""
 
     total: float
     weight: float
@@ -41,7 +45,8 @@ class Value(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Steps from `step` on, as many as its series is wide. `timeline`: in which its values were computed (of whole steps: those of the first one)."""
+    """Steps from `step` on, as many as its series is wide. `timeline`: in which its values were computed (of
+    whole steps: those of the first one)."""
 
     step: int
     timeline: int
@@ -61,8 +66,9 @@ class Point(NamedTuple):
 
 
 class Series:
-    """One metric. `width`: steps of each bucket. `ordered`: it has whole steps, by `append`. `covered`: steps before this one are in the last
-    bucket already, though the job went back before them. Columns of numbers: 48 bytes a bucket."""
+    """One metric. `width`: steps of each bucket. `ordered`: it has whole steps, by `append`. `covered`: steps
+    before this one are in the last bucket already, though the job went back before them. Columns of numbers:
+    48 bytes a bucket."""
 
     def __init__(self) -> None:
         self.width = 1
@@ -79,13 +85,16 @@ class Series:
         return (self._bucket(place) for place in range(len(self._steps)))
 
     def add(self, step: int, timeline: int, value: Value) -> None:
-        """In place. What an earlier timeline says about steps that a later one has trained again does not count."""
+        """In place. What an earlier timeline says about steps that a later one has trained again does not
+        count."""
         start = step - step % self.width
         place = bisect_left(self._steps, start)
         if place < len(self._steps) and self._steps[place] == start:
             known = self._timelines[place]
             if timeline >= known:
-                self._set(place, timeline, value if timeline > known else self._bucket(place).value.plus(value))
+                self._set(
+                    place, timeline, value if timeline > known else self._bucket(place).value.plus(value)
+                )
             return
         self._steps.insert(place, start)
         self._timelines.insert(place, timeline)
@@ -112,8 +121,8 @@ class Series:
             self.widen(2 * self.width)
 
     def rewind(self, step: int, end: int) -> None:
-        """In place: steps from `step` to `end`, where the series ends, are trained again. Those of them that share a bucket with earlier
-        ones stay; the same steps give the same values."""
+        """In place: steps from `step` to `end`, where the series ends, are trained again. Those of them that
+        share a bucket with earlier ones stay; the same steps give the same values."""
         self.cut(step)
         self.cover(step, end)
 
@@ -128,7 +137,8 @@ class Series:
         return taken
 
     def cover(self, step: int, end: int) -> None:
-        """The series goes on from `step`. Steps that its last bucket has beyond it, up to `end`, are not appended again. In place."""
+        """The series goes on from `step`. Steps that its last bucket has beyond it, up to `end`, are not
+        appended again. In place."""
         if self._steps and self._steps[-1] + self.width > step:
             self.covered = max(self.covered, min(self._steps[-1] + self.width, end))
 
@@ -152,11 +162,16 @@ class Series:
         wider.width = width
         for bucket in self:
             wider.add(*bucket)
-        self.width, self._steps, self._timelines, self._columns = width, wider._steps, wider._timelines, wider._columns
+        self.width, self._steps, self._timelines, self._columns = (
+            width,
+            wider._steps,
+            wider._timelines,
+            wider._columns,
+        )
 
     def points(self, first: int, last: int, most: int, timeline: int, done: int | None) -> list[Point]:
-        """At most `most` of the steps in [first, last]. What an earlier timeline than `timeline` says of steps from `done` on is left out:
-        they are to be trained again."""
+        """At most `most` of the steps in [first, last]. What an earlier timeline than `timeline` says of
+        steps from `done` on is left out: they are to be trained again."""
         found = [
             self._bucket(place)
             for place in range(bisect_left(self._steps, first - first % self.width), len(self._steps))
@@ -197,7 +212,8 @@ class SeriesTable:
     refused: set[str] = field(default_factory=set)
 
     def add(self, name: str, step: int, timeline: int, value: Value, *, ordered: bool = False) -> bool:
-        """In place; `ordered`: by Series.append. Whether there was a place: at most MOST_SERIES names are kept, and those that the job itself uses."""
+        """In place; `ordered`: by Series.append. Whether there was a place: at most MOST_SERIES names are
+        kept, and those that the job itself uses."""
         series = self.by_name.get(name)
         if series is None:
             if not is_own(name) and sum(not is_own(kept) for kept in self.by_name) >= MOST_SERIES:
@@ -243,11 +259,13 @@ Path = tuple[Part, ...]
 @dataclass(slots=True)
 class LeftSteps:
     #: By timeline: its first step, and the timeline of the checkpoint that it began with (None: not known).
-    """Metrics of steps that a job left when it was restored to an older checkpoint. A restore of a newer one brings them back.
+    """Metrics of steps that a job left when it was restored to an older checkpoint. A restore of a newer one
+    brings them back.
 
     timeline 0: steps 0 ─► 50, checkpoints at 19 and 44
     restore of 19: timeline 1 begins at step 19          `take` keeps steps 19 to 50 of timeline 0 aside
-    restore of 44: timeline 2 begins at step 44          `give` puts steps 19 to 44 of timeline 0 back, those of timeline 1 are kept aside
+    restore of 44: timeline 2 begins at step 44          `give` puts steps 19 to 44 of timeline 0 back, those
+                                                         of timeline 1 are kept aside
 
     Steps are kept aside for as long as a checkpoint is kept that was made after them.
     """
@@ -261,12 +279,15 @@ class LeftSteps:
     epochs: dict[int, int] = field(default_factory=dict)
 
     def learn(self, kept: Sequence[CheckpointRef]) -> None:
-        """Note, in place, where the timelines of these checkpoints began: the job may not have reported any step in one of them."""
+        """Note, in place, where the timelines of these checkpoints began: the job may not have reported any
+        step in one of them."""
         refs = {ref.uuid: ref for ref in kept}
         for ref in kept:
             if ref.timeline and (not ref.origin or ref.origin in refs):
                 origin = refs.get(ref.origin)
-                self.begins.setdefault(ref.timeline, (origin.step, origin.timeline) if origin is not None else (0, 0))
+                self.begins.setdefault(
+                    ref.timeline, (origin.step, origin.timeline) if origin is not None else (0, 0)
+                )
 
     def path(self, timeline: int | None, end: int) -> Path:
         """The parts of the steps before `end` on the way to `timeline`, the first steps first."""
@@ -283,12 +304,15 @@ class LeftSteps:
         return tuple(reversed(parts))
 
     def take(self, table: SeriesTable, first: int, end: int) -> None:
-        """Move the buckets of whole steps from `first` on out of `table`, where steps end before `end`. In place."""
+        """Move the buckets of whole steps from `first` on out of `table`, where steps end before `end`. In
+        place."""
         for name, series in list(table.by_name.items()):
             if not series.ordered:
                 continue
             for bucket in series.cut(first):
-                kept = self.tables.setdefault(bucket.timeline, SeriesTable()).by_name.setdefault(name, Series())
+                kept = self.tables.setdefault(bucket.timeline, SeriesTable()).by_name.setdefault(
+                    name, Series()
+                )
                 kept.widen(series.width)
                 kept.add(*bucket)
                 reached = min(bucket.step + series.width, end)
@@ -297,8 +321,8 @@ class LeftSteps:
                 del table.by_name[name]
 
     def give(self, table: SeriesTable, first: int, path: Path) -> int:
-        """Move buckets from `first` on back into `table`, which ends before it, as far as `path` goes. In place. Answers up to which step nothing is
-        missing."""
+        """Move buckets from `first` on back into `table`, which ends before it, as far as `path` goes. In
+        place. Answers up to which step nothing is missing."""
         reached = first
         for part in path:
             while reached < part.end and (timeline := self._which(part, reached)) is not None:
@@ -313,9 +337,12 @@ class LeftSteps:
         return next((timeline for timeline in allowed if self._holds(timeline, step)), None)
 
     def _holds(self, timeline: int, step: int) -> bool:
-        """Whether the metrics of that step are here. A wide bucket that has it beside earlier steps was not moved here."""
+        """Whether the metrics of that step are here. A wide bucket that has it beside earlier steps was not
+        moved here."""
         series = self.tables[timeline].by_name.values() if timeline in self.tables else ()
-        begins = min((bucket.step - each.width + 1 for each in series for bucket in each.first()), default=step + 1)
+        begins = min(
+            (bucket.step - each.width + 1 for each in series for bucket in each.first()), default=step + 1
+        )
         return begins <= step < self.ends.get(timeline, 0)
 
     def _move(self, timeline: int, table: SeriesTable, first: int, end: int) -> int:
@@ -397,7 +424,8 @@ class WholeSteps:
 
     the next step ─► taken          an earlier one ─► known already          a later one ─► some are missing, they are asked for
 
-    `next`: the first step that is not known. `timeline`: of the steps. `epochs`: the last ones. `left`: steps that the job left in restores.
+    `next`: the first step that is not known. `timeline`: of the steps. `epochs`: the last ones. `left`: steps
+    that the job left in restores.
     """
 
     next: int = 0
@@ -406,7 +434,8 @@ class WholeSteps:
     left: LeftSteps = field(default_factory=LeftSteps)
 
     def portion(self, steps: Sequence[StepMetrics], lost_before: int | None) -> list[StepMetrics]:
-        """In place: those of `steps` that are next, up to the first gap; they are known from now on. What is kept nowhere is left out."""
+        """In place: those of `steps` that are next, up to the first gap; they are known from now on. What is
+        kept nowhere is left out."""
         if lost_before is not None:
             self.next = max(self.next, lost_before)
         taken = []
@@ -427,19 +456,24 @@ class WholeSteps:
             del self.epochs[min(self.epochs)]
 
     def rewind(self, step: int, table: SeriesTable) -> None:
-        """In place: `step` is next again. The sums of its epoch are added up from `table`, which is rewound, too; where its buckets are wider
-        than a step they may lack some steps at the epoch's begin."""
+        """In place: `step` is next again. The sums of its epoch are added up from `table`, which is rewound,
+        too; where its buckets are wider than a step they may lack some steps at the epoch's begin."""
         end, self.next = self.next, min(self.next, step)
         table.rewind(step, end)
         if step < end:
             self._add_up(step, table)
 
     def follow(
-        self, timeline: int, origin: int, before: int | None, kept: Sequence[CheckpointRef], table: SeriesTable
+        self,
+        timeline: int,
+        origin: int,
+        before: int | None,
+        kept: Sequence[CheckpointRef],
+        table: SeriesTable,
     ) -> int:
-        """The job has gone to a checkpoint: its steps before `origin` are those on the way to timeline `before` (None: not known which that is), later
-        ones are to come. In place; answers the first step whose metrics in `table` are other ones now. `kept`: the checkpoints to which the job may go
-        later."""
+        """The job has gone to a checkpoint: its steps before `origin` are those on the way to timeline
+        `before` (None: not known which that is), later ones are to come. In place; answers the first step
+        whose metrics in `table` are other ones now. `kept`: the checkpoints to which the job may go later."""
         left, end = self.left, self.next
         left.learn(kept)
         way, wanted = left.path(self.timeline, end), left.path(before, origin)

@@ -1,4 +1,5 @@
-"""The mean of a buffer over lanes. What no lane changed stays as it is, in every bit: masks of -inf, tables, the padding."""
+"""The mean of a buffer over lanes. What no lane changed stays as it is, in every bit: masks of -inf, tables,
+the padding."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_statistic(module: nn.Module, name: str) -> bool:
-    """Whether this buffer of a module follows the data as those of torch's normalisation layers do, or is called like theirs."""
+    """Whether this buffer of a module follows the data as those of torch's normalisation layers do, or is
+    called like theirs."""
     return name in STATISTICS or isinstance(module, _NormBase)
 
 
@@ -27,8 +29,8 @@ def bits_of(values: torch.Tensor) -> torch.Tensor:
 def combine_buffers(
     left: torch.Tensor, left_count: int, right: torch.Tensor, right_count: int
 ) -> tuple[torch.Tensor, int]:
-    """As trireme_shared.protocol.lanes.combine, but elements with the same bits on both sides keep them: the mean of equal values may round, and
-    it overflows for the largest ones."""
+    """As trireme_shared.protocol.lanes.combine, but elements with the same bits on both sides keep them: the
+    mean of equal values may round, and it overflows for the largest ones."""
     if not (left_count and right_count and left.is_floating_point()):
         return combine(left, left_count, right, right_count)
     same, kept = bits_of(left) == bits_of(right), left.clone()
@@ -37,7 +39,9 @@ def combine_buffers(
     return mean, total
 
 
-def add_changes(left: torch.Tensor, left_count: int, right: torch.Tensor, right_count: int) -> tuple[torch.Tensor, int]:
+def add_changes(
+    left: torch.Tensor, left_count: int, right: torch.Tensor, right_count: int
+) -> tuple[torch.Tensor, int]:
     """As `combine_buffers`, for the changes of integer buffers in asynchronous mode: they add up."""
     if left_count and right_count and not left.is_floating_point():
         return left.add_(right), left_count + right_count

@@ -3,14 +3,15 @@
     take() -> 1 reference --retain/release--> 0 references -> free list -> take()
                   | narrowed(dtype): a second buffer, cast once for all readers, until the values change
 
-A reader that uses a buffer across an `await` (a pull that is being sent) retains it, so nothing overwrites it meanwhile.
+A reader that uses a buffer across an `await` (a pull that is being sent) retains it, so nothing overwrites it
+meanwhile.
 
-Payloads of rows have ReusedMemory: it serves again as soon as nobody refers to it. New memory costs page faults where it is
-written first: those of a large page take up to 20 ms each, in the event loop.
+Payloads of rows have ReusedMemory: it serves again as soon as nobody refers to it. New memory costs page
+faults where it is written first: those of a large page take up to 20 ms each, in the event loop.
 
-float32 values in a narrower dtype are rounded to nearest, ties to even; what does not fit float16 is refused. bfloat16 keeps 8
-bits of a value and the whole range of float32. float16 keeps 11 bits from 6e-5 to 65504, fewer below, and none below 3e-8.
-Nothing is scaled here: scale the loss if gradients are outside that range.
+float32 values in a narrower dtype are rounded to nearest, ties to even; what does not fit float16 is refused.
+bfloat16 keeps 8 bits of a value and the whole range of float32. float16 keeps 11 bits from 6e-5 to 65504,
+fewer below, and none below 3e-8. Nothing is scaled here: scale the loss if gradients are outside that range.
 """
 
 from __future__ import annotations
@@ -25,13 +26,19 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int64": torch.int64}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+}
 _FLOAT16_END = 65520.0  # the first value that is not rounded down to the largest, 65504
 LEAST_BYTES = 256 << 10  # smaller payloads have memory of their own, and go through streams: that is as fast
 MOST_BYTES = 256 << 20  # of one ReceivedMemory
 M = TypeVar("M", bound=Sized)
 Home = tuple[Any, int]
-"""The memory that a buffer was cut from, and its offset there: other processes need both to read it in place."""
+"""The memory that a buffer was cut from, and its offset there: other processes need both to read it in
+place."""
 Allocate = Callable[[int], tuple[torch.Tensor, Home | None]]
 """Returns so many bytes, 64-byte aligned, as uint8. They are never given back."""
 
@@ -43,8 +50,8 @@ class Owner(Protocol):
 
 
 class Buffer:
-    """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: other processes cannot read it. `cast`: the values in
-    a narrower dtype, if a reader asked for them."""
+    """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: other processes cannot read
+    it. `cast`: the values in a narrower dtype, if a reader asked for them."""
 
     __slots__ = ("_owner", "cast", "home", "kind", "references", "tensor", "view")
 
@@ -91,7 +98,8 @@ class Buffer:
         return self.kind[0]
 
     def narrowed(self, dtype: str) -> Buffer:
-        """The same values cast to `dtype`, for the caller to release. Raises OverflowError if they do not fit."""
+        """The same values cast to `dtype`, for the caller to release. Raises OverflowError if they do not
+        fit."""
         if self.cast is None or self.cast.dtype != dtype:
             self.forget_narrowed()
             assert isinstance(self._owner, BufferPool)
@@ -112,7 +120,8 @@ class Buffer:
 
 
 class BufferPool:
-    """Free lists by (dtype, elements). It never shrinks, until `let_go`: its size is the largest that was in use at once."""
+    """Free lists by (dtype, elements). It never shrinks, until `let_go`: its size is the largest that was in
+    use at once."""
 
     def __init__(self, allocate: Allocate | None = None) -> None:
         self._allocate = allocate or _private
@@ -142,8 +151,9 @@ class BufferPool:
         return bool(self._free[dtype, elements])
 
     def let_go(self) -> None:
-        """Its user is over: keep no free buffer from now on. Pool and free buffers refer to each other, so without this their memory, and the descriptors of
-        shared memory, stayed until the interpreter's collector looks."""
+        """Its user is over: keep no free buffer from now on. Pool and free buffers refer to each other, so
+        without this their memory, and the descriptors of shared memory, stayed until the interpreter's
+        collector looks."""
         self._keeps = False
         self.allocated_bytes -= self.free_bytes
         self.free_bytes = 0
@@ -165,7 +175,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_over(payload: memoryview, dtype: str) -> torch.Tensor:
-    """A 1-d tensor over memory, not a copy. Over read-only memory it must not be written to, which torch cannot know."""
+    """A 1-d tensor over memory, not a copy. Over read-only memory it must not be written to, which torch
+    cannot know."""
     if payload.readonly:
         _silence()
     return torch.frombuffer(payload, dtype=DTYPES[dtype])
@@ -173,7 +184,8 @@ def tensor_over(payload: memoryview, dtype: str) -> torch.Tensor:
 
 @cache
 def _silence() -> None:
-    """torch warns about read-only memory once in a process: make it do that here, with the warning ignored."""
+    """torch warns about read-only memory once in a process: make it do that here, with the warning
+    ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(memoryview(bytes(1)), dtype=torch.uint8)
@@ -212,7 +224,8 @@ class ReusedMemory(Generic[M]):
     def _free(self, size: int) -> M | None:
         for place in range(len(self._all)):
             found = self._all[place]
-            # referred to by the list, the name here and the argument: by no view, and by no push whose end is not known
+            # referred to by the list, the name here and the argument: by no view, and by no push whose end is
+            # not known
             if len(found) == size and sys.getrefcount(found) == 3:
                 self._all.append(self._all.pop(place))
                 return found
@@ -222,7 +235,8 @@ class ReusedMemory(Generic[M]):
         return made
 
     def _make_room(self, size: int) -> None:
-        """Forget memories of other sizes that nobody refers to, those that were not used for longest first."""
+        """Forget memories of other sizes that nobody refers to, those that were not used for longest
+        first."""
         place = 0
         while self.bytes + size > self._most_bytes and place < len(self._all):
             if sys.getrefcount(self._all[place]) == 2:
@@ -250,7 +264,8 @@ class ReceivedMemory(ReusedMemory[bytearray]):
 
 
 def cast_into(narrow: torch.Tensor, values: torch.Tensor) -> None:
-    """`narrow` = `values`, of the same shape. Infinite and NaN stay so. Raises OverflowError for values beyond float16."""
+    """`narrow` = `values`, of the same shape. Infinite and NaN stay so. Raises OverflowError for values
+    beyond float16."""
     if narrow.dtype == torch.float16:
         low, high = torch.stack(torch.aminmax(values)).tolist()  # a GPU is waited for once
         largest = max(-low, high)
@@ -263,8 +278,9 @@ def cast_into(narrow: torch.Tensor, values: torch.Tensor) -> None:
 def round_to(values: torch.Tensor, scratch: torch.Tensor) -> None:
     """Round `values` **in place** to the dtype of `scratch`, which has the same shape and arbitrary content.
 
-    If gradients are sent in a narrower dtype, every node of the canonical tree is rounded, lanes and root included. Then what
-    is sent is exact, and the bits do not depend on which trainer computed which lanes. Raises as `cast_into`.
+    If gradients are sent in a narrower dtype, every node of the canonical tree is rounded, lanes and root
+    included. Then what is sent is exact, and the bits do not depend on which trainer computed which lanes.
+    Raises as `cast_into`.
     """
     cast_into(scratch, values)
     values.copy_(scratch)

@@ -1,11 +1,12 @@
-"""The norm of a whole gradient out of the sums of squares of its blocks: the same bits whoever adds them, in whatever order;
-and what the norm does to the step, by the job's settings (Clipping).
+"""The norm of a whole gradient out of the sums of squares of its blocks: the same bits whoever adds them, in
+whatever order; and what the norm does to the step, by the job's settings (Clipping).
 
-    squares_of(block) ... --exactly rounded sum, square root--> norm --> clip_factor: what the gradient is multiplied by
+    squares_of(block) ... --exactly rounded sum, square root--> norm --> clip_factor: what the gradient is
+        multiplied by
 
-Squares are added in groups of GROUP numbers, then in float64: a third of the time that float64 takes for all of it, and the result
-is exact to about ten digits. Each operation is done by one thread alone, or on each group for itself, so the number of threads
-changes no bit.
+Squares are added in groups of GROUP numbers, then in float64: a third of the time that float64 takes for all
+of it, and the result is exact to about ten digits. Each operation is done by one thread alone, or on each
+group for itself, so the number of threads changes no bit.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def norm_of(squares: Iterable[float]) -> float:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """A number of float32, at most 1. As in nn.utils.clip_grad_norm_, a NaN norm gives NaN, an infinite one 0."""
+    """A number of float32, at most 1. As in nn.utils.clip_grad_norm_, a NaN norm gives NaN, an infinite one
+    0."""
     if math.isnan(norm):
         return norm
     return torch.tensor(min(1.0, limit / (norm + EPSILON)), dtype=torch.float32).item()
@@ -68,8 +70,9 @@ def clip_factor(norm: float, limit: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """What the norm of a step's whole gradient does to the step. `limit`: clip_grad_norm; blocks hold their gradients until the norm is known (None: they do not). `every`: without a limit, the
-    norm is measured in every so many steps (0: never)."""
+    """What the norm of a step's whole gradient does to the step. `limit`: clip_grad_norm; blocks hold their
+    gradients until the norm is known (None: they do not). `every`: without a limit, the norm is measured in
+    every so many steps (0: never)."""
 
     limit: float | None
     on_nonfinite: Nonfinite = "fail"
@@ -93,7 +96,10 @@ class Clipping:
     def check(self, step: int, norm: float) -> None:
         """Raises InvalidArgument: such a norm is not taken."""
         if norm < 0 or (self.on_nonfinite == "fail" and not math.isfinite(norm)):
-            msg = f"the norm of the gradient of step {step} is {norm}: expected a finite number that is not negative"
+            msg = (
+                f"the norm of the gradient of step {step} is {norm}: expected a finite number that is "
+                "not negative"
+            )
             raise InvalidArgument(msg)
 
     def factor(self, norm: float) -> float | None:

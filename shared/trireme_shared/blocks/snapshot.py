@@ -2,8 +2,9 @@
 
     version due --first block--> collecting --last block--> whole --taken--> written, released
 
-Values are never changed in place in synchronous mode, so a snapshot only retains their buffer; the optimizer's state is copied.
-In asynchronous mode all blocks are added at one instant; updates go into new buffers while the snapshot is read.
+Values are never changed in place in synchronous mode, so a snapshot only retains their buffer; the
+optimizer's state is copied. In asynchronous mode all blocks are added at one instant; updates go into new
+buffers while the snapshot is read.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ class TableSnapshot(Protocol):
 
 
 class Snapshot:
-    """`tensors`: by the names they have in the file, `block.<n>` and `block.<n>.<state>`. `slots`: the map that gave these blocks
-    to their owner (None: not known). A checkpoint consists of parts of one map. `tables`: in the layout's order."""
+    """`tensors`: by the names they have in the file, `block.<n>` and `block.<n>.<state>`. `slots`: the map
+    that gave these blocks to their owner (None: not known). A checkpoint consists of parts of one map.
+    `tables`: in the layout's order."""
 
-    def __init__(self, record: StepRecord, rank: int, blocks: Iterable[int], slots: SlotMap | None = None) -> None:
+    def __init__(
+        self, record: StepRecord, rank: int, blocks: Iterable[int], slots: SlotMap | None = None
+    ) -> None:
         self.record = record
         self.rank = rank
         self.slots = slots
@@ -48,7 +52,10 @@ class Snapshot:
         self._missing = set(self.blocks)
 
     def __repr__(self) -> str:
-        return f"<Snapshot of version {self.version}: {len(self.tensors)} tensors, {len(self._missing)} blocks missing>"
+        return (
+            f"<Snapshot of version {self.version}: {len(self.tensors)} tensors, {len(self._missing)} "
+            "blocks missing>"
+        )
 
     @property
     def version(self) -> int:

@@ -2,9 +2,10 @@
 
     all parts there -> finish_lock -> manifest file -> latest -> older ones deleted -> unlock
 
-`latest` is written in one transaction that proves: the lock is held, every part is there, the job is still in the timeline
-of these parts and not rolling back, and `latest` has not changed since this checkpoint was found to be newer. A process that
-wakes up late fails in this. File names are unique per writer or content, so it overwrites nothing that `latest` names.
+`latest` is written in one transaction that proves: the lock is held, every part is there, the job is still in
+the timeline of these parts and not rolling back, and `latest` has not changed since this checkpoint was found
+to be newer. A process that wakes up late fails in this. File names are unique per writer or content, so it
+overwrites nothing that `latest` names.
 """
 
 from __future__ import annotations
@@ -49,21 +50,28 @@ SOON_S = 30.0  # for one that has all parts, or whose owners this process does n
 
 
 class EvaluatedFirst:
-    """Holds a checkpoint back while an older one that is evaluated may still become whole: behind a newer one that could not be committed
-    any more. The wait for a part of it ends after `recovery_timeout_s`.
+    """Holds a checkpoint back while an older one that is evaluated may still become whole: behind a newer one
+    that could not be committed any more. The wait for a part of it ends after `recovery_timeout_s`.
 
-    Owners write their parts in order. So this concerns owners of the older version alone that own nothing of the newer one: collective jobs take lanes
-    from a slow trainer, which goes on writing; parameter servers are removed.
+    Owners write their parts in order. So this concerns owners of the older version alone that own nothing of
+    the newer one: collective jobs take lanes from a slow trainer, which goes on writing; parameter servers
+    are removed.
     """
 
     def __init__(self, context: SavingContext) -> None:
         self._context = context
-        self._since: dict[tuple[str, float], float] = {}  # by uuid of an evaluated one and the limit of the wait
+        # by uuid of an evaluated one and the limit of the wait
+        self._since: dict[tuple[str, float], float] = {}
 
-    def holds(self, newer: PendingCheckpoint, pending: Mapping[str, PendingCheckpoint], seen: CheckpointView) -> bool:
-        """Whether `newer`, which is complete, has to wait. `pending`: the checkpoints that this process has a part of."""
+    def holds(
+        self, newer: PendingCheckpoint, pending: Mapping[str, PendingCheckpoint], seen: CheckpointView
+    ) -> bool:
+        """Whether `newer`, which is complete, has to wait. `pending`: the checkpoints that this process has a
+        part of."""
         self._since = {wait: since for wait, since in self._since.items() if wait[0] in seen.begun}
-        return any(self._waits_for(uuid, begun, newer, pending.get(uuid), seen) for uuid, begun in seen.begun.items())
+        return any(
+            self._waits_for(uuid, begun, newer, pending.get(uuid), seen) for uuid, begun in seen.begun.items()
+        )
 
     def _waits_for(
         self,
@@ -82,7 +90,9 @@ class EvaluatedFirst:
         if slots is not None:
             missing = {*stored.writers(newer.layout, slots)} - seen.parts.get(uuid, set())
             living, later = self._context.living(slots), self._context.living(newer.slots)
-            if not missing <= living.keys() or not {living[index] for index in missing}.isdisjoint(later.values()):
+            if not missing <= living.keys() or not {living[index] for index in missing}.isdisjoint(
+                later.values()
+            ):
                 return False
             if missing:
                 limit_s = self._context.spec.recovery_timeout_s
@@ -93,9 +103,10 @@ class EvaluatedFirst:
 
 @dataclass(slots=True)
 class CheckpointView:
-    """What one process knows of `checkpoints/` in etcd. By uuid: `begun`, what its files are of, as long as there may be some; `parts`, the
-    pservers whose part is finished; `copied`, paused checkpoints that all pservers have copied; `failed`, the pservers whose part could not
-    be written. `holder` of the finish lock, "" if there is none."""
+    """What one process knows of `checkpoints/` in etcd. By uuid: `begun`, what its files are of, as long as
+    there may be some; `parts`, the pservers whose part is finished; `copied`, paused checkpoints that all
+    pservers have copied; `failed`, the pservers whose part could not be written. `holder` of the finish lock,
+    "" if there is none."""
 
     keys: Keys
     begun: dict[str, CheckpointStarted] = field(default_factory=dict)
@@ -133,7 +144,8 @@ class CheckpointView:
             self._take_started(*begun, read_record(CheckpointStarted, key, value))
 
     def _take_started(self, uuid: str, index: int, started: CheckpointStarted | None) -> None:
-        """A pserver whose part is finished deletes its own key: that says nothing about the parts of others."""
+        """A pserver whose part is finished deletes its own key: that says nothing about the parts of
+        others."""
         failed = self.failed.setdefault(uuid, set())
         if started is not None and started.error:
             failed.add(index)
@@ -143,7 +155,8 @@ class CheckpointView:
             del self.failed[uuid]
 
     def _take_cut(self, key: str, value: bytes | None) -> None:
-        """A paused checkpoint counts once the master has confirmed that all pservers copied before anybody trained again."""
+        """A paused checkpoint counts once the master has confirmed that all pservers copied before anybody
+        trained again."""
         uuid = key.removeprefix(self.keys.checkpoints).removesuffix("/cut")
         cut = read_record(CheckpointCut, key, value)
         if cut is None:
@@ -194,13 +207,15 @@ class Committer:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint with this process's part is being committed, or may be because the owners of all missing parts live."""
+        """Whether a checkpoint with this process's part is being committed, or may be because the owners of
+        all missing parts live."""
         self._forget_old()
         return self._committing or any(self._may_become_whole(pending) for pending in self._pending.values())
 
     def lost_step(self, timeline: int, goes_on: Callable[[str, int], bool]) -> int | None:
-        """The newest step of a checkpoint that was begun in this timeline, is newer than the latest one, and will never be whole. `goes_on(uuid, step)`:
-        whether one that this process has no part of may still be. None: there is none, or a newer one is on its way."""
+        """The newest step of a checkpoint that was begun in this timeline, is newer than the latest one, and
+        will never be whole. `goes_on(uuid, step)`: whether one that this process has no part of may still be.
+        None: there is none, or a newer one is on its way."""
         self._forget_old()
         latest = self.seen.latest
         since = latest.step if latest is not None and latest.timeline == timeline else -1
@@ -269,13 +284,20 @@ class Committer:
                 self._committing = False
 
     def _next_of(self, complete: Sequence[PendingCheckpoint]) -> PendingCheckpoint:
-        """The newest one, after those that are evaluated: they all count, and none can be committed behind a newer one."""
+        """The newest one, after those that are evaluated: they all count, and none can be committed behind a
+        newer one."""
         due = [each for each in complete if each.evaluation(self._spec)]
-        return min(due, key=lambda pending: pending.order) if due else max(complete, key=lambda pending: pending.order)
+        return (
+            min(due, key=lambda pending: pending.order)
+            if due
+            else max(complete, key=lambda pending: pending.order)
+        )
 
     def _message(self, pending: PendingCheckpoint, error: Exception) -> str:
         step = pending.record.version
-        return f"the checkpoint of step {step} is written and cannot be committed: {error}; {advice_for(error)}"
+        return (
+            f"the checkpoint of step {step} is written and cannot be committed: {error}; {advice_for(error)}"
+        )
 
     def _forget_old(self) -> None:
         latest = self.seen.latest
@@ -285,7 +307,8 @@ class Committer:
                 del self._pending[uuid]
 
     async def _withdraw_failed(self) -> None:
-        """Delete the own part of checkpoints of which another part failed: they never get complete, and the space is needed."""
+        """Delete the own part of checkpoints of which another part failed: they never get complete, and the
+        space is needed."""
         # a part whose key is still on its way is left alone: the key would come after its file is gone
         finished = [uuid for uuid, own in self._pending.items() if own.index in self.seen.parts.get(uuid, ())]
         for uuid in self.seen.failed.keys() & finished:
@@ -330,7 +353,8 @@ class Committer:
             await self._unlock(lock)
 
     async def _commit(self, pending: PendingCheckpoint, lock: Compare) -> CheckpointLatest | None:
-        """The latest checkpoint: this one, or a newer one. None: a key has changed, look again. Raises GivenUp."""
+        """The latest checkpoint: this one, or a newer one. None: a key has changed, look again. Raises
+        GivenUp."""
         view = await self._look(pending.uuid)
         ref = CheckpointRef(
             uuid=pending.uuid,
@@ -362,7 +386,8 @@ class Committer:
         )
         name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
         ref = ref.with_fields(manifest=name)
-        needed = await self._needed(pending, ref, view)  # also of parts that were begun while the manifest was written
+        # also of parts that were begun while the manifest was written
+        needed = await self._needed(pending, ref, view)
         new = CheckpointLatest(
             uuid=pending.uuid,
             step=ref.step,
@@ -403,8 +428,8 @@ class Committer:
         )
 
     async def _needed(self, pending: PendingCheckpoint, new: CheckpointRef, view: _View) -> frozenset[str]:
-        """uuids: of the best evaluation, of the one that runs, of what newer parts build on, and the one from which the first evaluation that is not over
-        can be made again."""
+        """uuids: of the best evaluation, of the one that runs, of what newer parts build on, and the one from
+        which the first evaluation that is not over can be made again."""
         key = self._keys.evaluation_status
         found = await self._etcd.txn([], [Get(key), Get(self._keys.checkpoints, prefix=True)])
         followed = found.range(0).first
@@ -419,7 +444,9 @@ class Committer:
         """The checkpoints that parts of newer ones than `pending` build on, or may."""
         for kv in kvs:
             part = read_record(CheckpointPart, kv.key, kv.value) if self._keys.part_in(kv.key) else None
-            begun = read_record(CheckpointStarted, kv.key, kv.value) if self._keys.started_in(kv.key) else None
+            begun = (
+                read_record(CheckpointStarted, kv.key, kv.value) if self._keys.started_in(kv.key) else None
+            )
             if part is not None and (part.timeline, part.step) > pending.order:
                 yield from (link.uuid for link in part.chain)
             if begun is not None and begun.on and (begun.timeline, begun.step) > pending.order:
@@ -430,12 +457,15 @@ class Committer:
         """Why this must not become the latest checkpoint, or ""."""
         if view.state.timeline != pending.timeline or view.state.phase is Phase.ROLLING_BACK:
             return f"the job left timeline {pending.timeline}"
-        missing = [index for index in stored.writers(pending.layout, pending.slots) if index not in view.parts]
+        missing = [
+            index for index in stored.writers(pending.layout, pending.slots) if index not in view.parts
+        ]
         return f"checkpoint {pending.uuid} lacks the parts of {pserver_names(missing)}" if missing else ""
 
     def proofs(self, view: _View, lock: Compare) -> list[Compare]:
         """Compares that hold as long as nothing has changed since `view`."""
-        # etcd limits the compares. No part is deleted before a newer checkpoint is latest, so comparing latest covers the rest
+        # etcd limits the compares. No part is deleted before a newer checkpoint is latest, so comparing
+        # latest covers the rest
         parts = list(view.parts.values())[: MAX_OPERATIONS - 3]
         return [
             lock,
@@ -450,10 +480,14 @@ class Committer:
         named = sorted(readers.items())[:FILES_AT_ONCE]
         puts = {self._keys.latest_file(trainer): paused for trainer, paused in named}
         stale = sorted(view.files - puts.keys())[:FILES_AT_ONCE]
-        return [*(Put(key, paused.to_bytes()) for key, paused in puts.items()), *(Delete(key) for key in stale)]
+        return [
+            *(Put(key, paused.to_bytes()) for key, paused in puts.items()),
+            *(Delete(key) for key in stale),
+        ]
 
     async def _clean_up(self, latest: CheckpointLatest) -> None:
-        """Delete checkpoints that are older than `latest` and not kept. Files go first, so the keys say what is left to delete."""
+        """Delete checkpoints that are older than `latest` and not kept. Files go first, so the keys say what
+        is left to delete."""
         kept = {uuid for ref in latest.kept for uuid in (ref.uuid, *ref.on)}
         found = await self._etcd.range(self._keys.checkpoints, prefix=True)
         stale: dict[str, None] = {}

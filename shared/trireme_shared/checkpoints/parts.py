@@ -1,4 +1,5 @@
-"""Parts of checkpoints: each owner of blocks writes its own; the first to see all parts commits them (commit.py).
+"""Parts of checkpoints: each owner of blocks writes its own; the first to see all parts commits them
+(commit.py).
 
 version due -> copy -> begun, started -> file -> finished part     each write fenced by the owner's own key
 """
@@ -29,14 +30,20 @@ from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, NotReady, PeerError
 from trireme_shared.protocol.records import Mode, SlotMap
-from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointStarted, PartLink
+from trireme_shared.protocol.records.checkpoints import (
+    CheckpointLatest,
+    CheckpointPart,
+    CheckpointStarted,
+    PartLink,
+)
 from trireme_shared.protocol.records.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A whole copy; whoever takes it releases the snapshot. `index`: names its part. `slots`: the map that gave these blocks to their owner
-    (None: not known). `restored`: the checkpoint that `timeline` began with. `skipped`: how many copies before it were left out."""
+    """A whole copy; whoever takes it releases the snapshot. `index`: names its part. `slots`: the map that
+    gave these blocks to their owner (None: not known). `restored`: the checkpoint that `timeline` began with.
+    `skipped`: how many copies before it were left out."""
 
     snapshot: Snapshot
     index: int
@@ -68,14 +75,16 @@ class Copies:
         raise NotImplementedError
 
     def renew(self, copied: Copied) -> bool:
-        """Whether the part of a copy that was taken can be written once more. Rows of tables are read from their copy only once: they would have to be copied again."""
+        """Whether the part of a copy that was taken can be written once more. Rows of tables are read from
+        their copy only once: they would have to be copied again."""
         return not copied.snapshot.tables
 
     def is_of(self, timeline: int) -> bool:
         """Whether this process has parameters of that timeline: else parts of it are given up."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------ beside the blocks of a synchronous job: nothing
+    # ------------------------------------------------------------ beside the blocks of a synchronous job:
+    # nothing
 
     async def cut(self, uuid: str, copied: Copied) -> Cut | None:
         """Of a paused checkpoint. Raises GivenUp; PeerError: ask again."""
@@ -120,7 +129,8 @@ async def write_part(
     more: Callable[[], Mapping[str, str]],
     chain: Sequence[PartLink] = (),
 ) -> CheckpointPart:
-    """Write the file of this owner's part, which builds on `chain`; `more`: of its metadata, may be slow. Raises OSError, InvalidArgument."""
+    """Write the file of this owner's part, which builds on `chain`; `more`: of its metadata, may be slow.
+    Raises OSError, InvalidArgument."""
     index, version = pending.index, snapshot.version
     metadata = writer.part_metadata(
         context.keys.job, pending.uuid, version, pending.timeline, index, pending.layout.digest
@@ -161,7 +171,8 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether a part waits to be written, is being written, or may still become part of the latest checkpoint."""
+        """Whether a part waits to be written, is being written, or may still become part of the latest
+        checkpoint."""
         return self._writing or self._copies.waits or self.committer.busy
 
     async def run(self) -> None:
@@ -233,7 +244,12 @@ class Checkpointer:
         snapshot.release()
         self._problem.end("part")
         seconds = round(clock.monotonic() - begin, 3)
-        facts = {"bytes": part.bytes, "deltas": len(part.chain), "seconds": seconds, "skipped": copied.skipped}
+        facts = {
+            "bytes": part.bytes,
+            "deltas": len(part.chain),
+            "seconds": seconds,
+            "skipped": copied.skipped,
+        }
         log.info("part_written", step=snapshot.version, **facts)
         self._copies.written(pending.uuid, part)
         self.committer.add(pending)
@@ -245,7 +261,9 @@ class Checkpointer:
             ],
         )
 
-    async def _written(self, pending: PendingCheckpoint, copied: Copied, chain: Sequence[PartLink]) -> CheckpointPart:
+    async def _written(
+        self, pending: PendingCheckpoint, copied: Copied, chain: Sequence[PartLink]
+    ) -> CheckpointPart:
         """The part, once its file is there. Raises GivenUp, OSError, InvalidArgument."""
         snapshot = copied.snapshot
         more = lambda: self._copies.metadata(snapshot)  # noqa: E731
@@ -264,8 +282,9 @@ class Checkpointer:
                     raise
 
     def _tries_again(self, pending: PendingCheckpoint, tries: int) -> bool:
-        """Whether a part that could not be written is written once more. No later version takes the place of one that is evaluated, or of the last one: training
-        may wait for it. So it is tried again as long as no later checkpoint is begun or waits to be written here."""
+        """Whether a part that could not be written is written once more. No later version takes the place of
+        one that is evaluated, or of the last one: training may wait for it. So it is tried again as long as
+        no later checkpoint is begun or waits to be written here."""
         counts = pending.evaluation(self._context.spec) or is_final(pending.record, self._context.spec.epochs)
         latest, state = self.committer.seen.latest, self._directory.state
         superseded = latest is not None and latest.covers(*pending.order)
@@ -276,7 +295,8 @@ class Checkpointer:
         return tries < TRIES or not (later or self._copies.waits)
 
     async def _begin(self, uuid: str, started: CheckpointStarted) -> CheckpointLatest | None:
-        """The latest checkpoint, which is kept from now on if this part may build on it. Raises GivenUp, PeerError."""
+        """The latest checkpoint, which is kept from now on if this part may build on it. Raises GivenUp,
+        PeerError."""
         while True:
             latest = self.committer.seen.latest
             on = self._copies.may_build_on(latest)

@@ -1,5 +1,6 @@
-"""What writing parts of checkpoints (parts.py) and committing them (commit.py) have in common: the process that owns the blocks, a checkpoint
-in the making with its cut, and what is told when the storage cannot be written.
+"""What writing parts of checkpoints (parts.py) and committing them (commit.py) have in common: the process
+that owns the blocks, a checkpoint in the making with its cut, and what is told when the storage cannot be
+written.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from trireme_shared.protocol.records.step import StepRecord
 
 
 class PartOwner(Protocol):
-    """`name`: for people. `timeline`: of its parameters. `term`: the highest it has seen. `checkpoint_error`: why its checkpoints cannot be written now,
-    for people; "" if they can."""
+    """`name`: for people. `timeline`: of its parameters. `term`: the highest it has seen. `checkpoint_error`:
+    why its checkpoints cannot be written now, for people; "" if they can."""
 
     @property
     def name(self) -> str: ...
@@ -51,8 +52,8 @@ class Living(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SavingContext:
-    """`own_key`: every write proves that the process still holds it. `offload` runs what blocks. `slots_of`: the slot map of that version; None: this
-    process does not know it any more."""
+    """`own_key`: every write proves that the process still holds it. `offload` runs what blocks. `slots_of`:
+    the slot map of that version; None: this process does not know it any more."""
 
     etcd: Etcd
     directory: Directory
@@ -89,7 +90,8 @@ def advice_for(error: Exception) -> str:
 class StorageProblem:
     """Tells why checkpoints cannot be written, once when that begins and once when it is over.
 
-    part or commit fails ─► begin ─► log, the own key (the master makes it an event)      works again ─► end ─► the same
+    part or commit fails ─► begin ─► log, the own key (the master makes it an event)      works again ─► end
+        ─► the same
 
     `begin` and `end` are called for each checkpoint; only changes are reported. `what`: "part" or "commit".
 
@@ -124,7 +126,8 @@ class StorageProblem:
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """A checkpoint with this process's part, which `index` names, and what its manifest says beside the parts. `cut`: of a paused one."""
+    """A checkpoint with this process's part, which `index` names, and what its manifest says beside the
+    parts. `cut`: of a paused one."""
 
     uuid: str
     index: int
@@ -156,11 +159,19 @@ class PendingCheckpoint:
         return evaluation_of(self.record, spec.evaluate_every, spec.epochs) or 0
 
     def evaluated_before(self, spec: JobSpec) -> int | None:
-        """How many evaluations are due at versions before it, if the job's result depends on them; else None."""
+        """How many evaluations are due at versions before it, if the job's result depends on them; else
+        None."""
         return evaluations_before(self.record, spec.evaluate_every) if results_count(spec) else None
 
     def manifest(
-        self, job: str, spec: JobSpec, parts: Iterable[CheckpointPart], *, term: int, generation: int, timestamp: str
+        self,
+        job: str,
+        spec: JobSpec,
+        parts: Iterable[CheckpointPart],
+        *,
+        term: int,
+        generation: int,
+        timestamp: str,
     ) -> Manifest:
         return Manifest(
             job=job,
@@ -192,11 +203,11 @@ class GivenUp(Exception):
 class Cut:
     """What a paused checkpoint has beside the parameters: the queue and the readers' positions at the cut.
 
-    The master writes `checkpoints/<uuid>/cut` in a transaction after which nobody trains, so the keys of that revision match the
-    pservers' copies: no task is done there whose updates a copy could lack.
+    The master writes `checkpoints/<uuid>/cut` in a transaction after which nobody trains, so the keys of that
+    revision match the pservers' copies: no task is done there whose updates a copy could lack.
 
-    `queue`: the values below `tasks/`, by name; `readers`: trainer -> where it paused; `operation`: the one that asked for it;
-    `evaluation`, `minibatches`: see CheckpointCut.
+    `queue`: the values below `tasks/`, by name; `readers`: trainer -> where it paused; `operation`: the one
+    that asked for it; `evaluation`, `minibatches`: see CheckpointCut.
     """
 
     queue: dict[str, str] = field(default_factory=dict)
@@ -235,4 +246,8 @@ def _reader(keys: Keys, kv: KeyValue) -> tuple[str, Paused] | None:
     if not keys.is_trainer(kv.key):
         return None
     member = read_record(TrainerMember, kv.key, kv.value)
-    return (member.trainer, member.paused) if member and member.paused is not None and member.paused.task_id else None
+    return (
+        (member.trainer, member.paused)
+        if member and member.paused is not None and member.paused.task_id
+        else None
+    )

@@ -21,7 +21,8 @@ EVALUATED = 2  # training does not get beyond one that is evaluated while the ev
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """From the job's spec. Always due are the first version, the last one, one that was asked for, and those that are evaluated."""
+    """From the job's spec. Always due are the first version, the last one, one that was asked for, and those
+    that are evaluated."""
 
     every_steps: int | None
     every_epochs: int | None
@@ -30,13 +31,16 @@ class Schedule:
 
     @classmethod
     def of(cls, spec: JobSpec) -> Schedule:
-        return cls(spec.checkpoint_every_steps, spec.checkpoint_every_epochs, spec.epochs, spec.evaluate_every)
+        return cls(
+            spec.checkpoint_every_steps, spec.checkpoint_every_epochs, spec.epochs, spec.evaluate_every
+        )
 
     def rank(self, record: StepRecord) -> int | None:
-        """None: no checkpoint of this version. If two cannot both be written, the one of the higher rank is kept.
+        """None: no checkpoint of this version. If two cannot both be written, the one of the higher rank is
+        kept.
 
-        Epochs rank above steps. The n-th checkpoint ranks by the power of two that divides n, so parameter servers that are
-        too slow by any factor still agree on every 2nd, 4th, ... of them.
+        Epochs rank above steps. The n-th checkpoint ranks by the power of two that divides n, so parameter
+        servers that are too slow by any factor still agree on every 2nd, 4th, ... of them.
         """
         ranks = [0]
         if record.version == 0 or (record.asked is not None and record.asked.version == record.version):
@@ -72,9 +76,10 @@ def kept_after(
     count: int,
     needed: Collection[str] = (),
 ) -> tuple[CheckpointRef, ...]:
-    """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, the last `count` that have no file in
-    common, the last `count` that were asked for, those of the last EVALUATED evaluations; then the last `count` outside its
-    history, which rollbacks left; those `needed`, and all that these build on. None of the damaged ones, nor what builds on them."""
+    """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`,
+    the last `count` that have no file in common, the last `count` that were asked for, those of the last
+    EVALUATED evaluations; then the last `count` outside its history, which rollbacks left; those `needed`,
+    and all that these build on. None of the damaged ones, nor what builds on them."""
     kept = _whole((new, *(latest.kept if latest is not None else ())), damaged)
     chains = {ref.uuid: chain_of(ref, kept) for ref in kept}
     mine = history(kept, new.timeline, new.origin)
@@ -88,8 +93,9 @@ def kept_after(
 
 
 def _evaluated(new: CheckpointRef, mine: Sequence[CheckpointRef]) -> list[CheckpointRef]:
-    """Those of the last EVALUATED evaluations, which may all be to come, and on the way to them the ones that the job went back to: without these they
-    would not be in its history. A version that it went back to is saved again and has the same number."""
+    """Those of the last EVALUATED evaluations, which may all be to come, and on the way to them the ones that
+    the job went back to: without these they would not be in its history. A version that it went back to is
+    saved again and has the same number."""
     due = [*{ref.evaluation: ref for ref in mine if ref.evaluation}.values()][:EVALUATED]
     by_uuid, origin = {ref.uuid: ref for ref in mine}, new.origin
     way: list[CheckpointRef] = []
@@ -100,10 +106,14 @@ def _evaluated(new: CheckpointRef, mine: Sequence[CheckpointRef]) -> list[Checkp
 
 
 def way_back(
-    spec: JobSpec, evaluation: int, kept: Sequence[CheckpointRef], newest: CheckpointRef, damaged: Collection[str]
+    spec: JobSpec,
+    evaluation: int,
+    kept: Sequence[CheckpointRef],
+    newest: CheckpointRef,
+    damaged: Collection[str],
 ) -> CheckpointRef | None:
-    """The newest checkpoint from which the version of that evaluation can be made again, if the job's result depends on it (None: it
-    does not, or none is kept)."""
+    """The newest checkpoint from which the version of that evaluation can be made again, if the job's result
+    depends on it (None: it does not, or none is kept)."""
     if not results_count(spec):
         return None
     mine = history(_whole(kept, damaged), newest.timeline, newest.origin)
@@ -136,7 +146,8 @@ def chain_of(ref: CheckpointRef, refs: Sequence[CheckpointRef]) -> set[str]:
 
 
 def _apart(refs: Sequence[CheckpointRef], chains: Mapping[str, set[str]]) -> list[CheckpointRef]:
-    """The newest one, the newest one that needs none of its checkpoints, and so on: one damaged file makes one of them unusable."""
+    """The newest one, the newest one that needs none of its checkpoints, and so on: one damaged file makes
+    one of them unusable."""
     found: list[CheckpointRef] = []
     used: set[str] = set()
     for ref in refs:

@@ -1,6 +1,8 @@
-"""Rows that embedding tables start with: the files `tables/<name>.safetensors` beside the file that `init_from` names, as exports have them.
+"""Rows that embedding tables start with: the files `tables/<name>.safetensors` beside the file that
+`init_from` names, as exports have them.
 
-headers --fit to the model's tables--> StartTable of each --rows, some at a time--> the table in this process, or the own slots of a parameter server
+headers --fit to the model's tables--> StartTable of each --rows, some at a time--> the table in this process,
+    or the own slots of a parameter server
 
     ids      int64 (n,), ascending          values   float32 (n, dim)         state    float32 (n, numbers of the optimizer's state), for `init_optimizer`
 """
@@ -38,8 +40,9 @@ log = telemetry.logger("start_tables")
 
 @dataclass(frozen=True, slots=True)
 class StartTable:
-    """A file with rows of table `name`. `offset`: bytes in front of its first tensor. `state`: of a row optimizer with the options `optimizer` ({}: the file does
-    not tell them), after `updates` steps; None: the rows' state begins anew."""
+    """A file with rows of table `name`. `offset`: bytes in front of its first tensor. `state`: of a row
+    optimizer with the options `optimizer` ({}: the file does not tell them), after `updates` steps; None: the
+    rows' state begins anew."""
 
     name: str
     url: str
@@ -61,8 +64,9 @@ class StartTable:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`tables`: of which rows are taken. The others by name, in the words of an error: that have no file, whose table the model lacks, of another dim or dtype,
-    of more rows than `max_rows`. `stateless`: what lacks the state that `init_optimizer` asks for."""
+    """`tables`: of which rows are taken. The others by name, in the words of an error: that have no file,
+    whose table the model lacks, of another dim or dtype, of more rows than `max_rows`. `stateless`: what
+    lacks the state that `init_optimizer` asks for."""
 
     tables: tuple[StartTable, ...] = ()
     lacking: tuple[str, ...] = ()
@@ -72,7 +76,8 @@ class Fit:
     stateless: tuple[str, ...] = ()
 
     def mark(self) -> str:
-        """Changes if one of the files does, as far as its header and both of its ends tell; "": there are none. Reads them. Raises OSError."""
+        """Changes if one of the files does, as far as its header and both of its ends tell; "": there are
+        none. Reads them. Raises OSError."""
         if not self.tables:
             return ""
         digest = hashlib.sha256()
@@ -87,8 +92,8 @@ class Fit:
 
 
 def fit_tables(specs: Sequence[TableSpec], init_from: str, *, states: bool = False) -> Fit:
-    """What the files beside `init_from` have for these tables; only headers are read. `states`: with the state of their optimizers. Raises InvalidArgument: a file
-    is no table; OSError."""
+    """What the files beside `init_from` have for these tables; only headers are read. `states`: with the
+    state of their optimizers. Raises InvalidArgument: a file is no table; OSError."""
     folder, there = _folder(init_from), names_beside(init_from)
     own = {spec.name: spec for spec in specs}
     taken, different, too_many, stateless = [], [], [], []
@@ -98,7 +103,8 @@ def fit_tables(specs: Sequence[TableSpec], init_from: str, *, states: bool = Fal
         found = open_table(name, files.join(folder, name + SUFFIX))
         if found.values.dtype != "float32" or found.dim != spec.dim:
             different.append(
-                f"table {name} ({found.values.dtype} rows of {found.dim}, the model has float32 rows of {spec.dim})"
+                f"table {name} ({found.values.dtype} rows of {found.dim}, the model has float32 "
+                f"rows of {spec.dim})"
             )
         elif spec.max_rows is not None and found.rows > spec.max_rows:
             too_many.append(f"table {name} ({found.rows} rows, max_rows is {spec.max_rows})")
@@ -136,25 +142,38 @@ def open_table(name: str, url: str) -> StartTable:
     try:
         metadata, entries, offset = tensor_file.read_header(url)
     except BadFrame as error:
-        raise InvalidArgument(f"init_from: {url} is no safetensors file of a table: {error.message}") from error
+        raise InvalidArgument(
+            f"init_from: {url} is no safetensors file of a table: {error.message}"
+        ) from error
     found = {entry.name: entry for entry in entries}
     ids, values = found.get("ids"), found.get("values")
-    if ids is None or values is None or ids.dtype != "int64" or len(values.shape) != 2 or ids.shape != values.shape[:1]:
+    if (
+        ids is None
+        or values is None
+        or ids.dtype != "int64"
+        or len(values.shape) != 2
+        or ids.shape != values.shape[:1]
+    ):
         told = ", ".join(f"{entry.name} {entry.dtype} {list(entry.shape)}" for entry in entries[:8])
         raise InvalidArgument(
             f"init_from: {url} is no table: it has {told or 'nothing'}",
-            hint="a table's file has `ids`, int64 (n,), and `values`, float32 (n, dim), as `trireme export` writes it",
+            hint="a table's file has `ids`, int64 (n,), and `values`, float32 (n, dim), as `trireme "
+            "export` writes it",
         )
     state, (optimizer, updates) = found.get("state"), _told(metadata.get("trireme", ""))
-    if state is not None and (state.dtype != "float32" or len(state.shape) != 2 or state.shape[0] != ids.shape[0]):
+    if state is not None and (
+        state.dtype != "float32" or len(state.shape) != 2 or state.shape[0] != ids.shape[0]
+    ):
         raise InvalidArgument(
-            f"init_from: {url} is no table: its state is {state.dtype} {list(state.shape)} of {ids.shape[0]} rows"
+            f"init_from: {url} is no table: its state is {state.dtype} {list(state.shape)} of "
+            f"{ids.shape[0]} rows"
         )
     return StartTable(name, url, ids, values, offset, state, optimizer, updates)
 
 
 def _told(metadata: str) -> tuple[dict[str, Any], int]:
-    """By the export: the options of the rows' optimizer, and how many steps it has made; of other files nothing is known."""
+    """By the export: the options of the rows' optimizer, and how many steps it has made; of other files
+    nothing is known."""
     try:
         about = json.loads(metadata)
         return dict(about["table"]["optimizer"]), int(about.get("updates", 0))
@@ -163,8 +182,8 @@ def _told(metadata: str) -> tuple[dict[str, Any], int]:
 
 
 def rows_in(table: StartTable) -> Iterator[tuple[npt.NDArray[np.int64], list[npt.NDArray[np.float32]]]]:
-    """Ids, then values and, if there is one, state of all rows, in the order of their ids, some MiB at a time. Raises InvalidArgument: ids do not ascend, or the
-    file ends before; OSError."""
+    """Ids, then values and, if there is one, state of all rows, in the order of their ids, some MiB at a
+    time. Raises InvalidArgument: ids do not ascend, or the file ends before; OSError."""
     tensors = [table.ids, table.values, *([] if table.state is None else [table.state])]
     at_once, last = max(1, PART_BYTES // sum(entry.bytes // max(1, table.rows) for entry in tensors)), None
     with ExitStack() as stack:
@@ -173,18 +192,26 @@ def rows_in(table: StartTable) -> Iterator[tuple[npt.NDArray[np.int64], list[npt
             file.seek(table.offset + entry.first)
         for first in range(0, table.rows, at_once):
             count = min(at_once, table.rows - first)
-            ids, *content = (_read(file, entry, count, table.url) for file, entry in zip(opened, tensors, strict=True))
+            ids, *content = (
+                _read(file, entry, count, table.url) for file, entry in zip(opened, tensors, strict=True)
+            )
             if (last is not None and ids[0] <= last) or not bool((ids[1:] > ids[:-1]).all()):
-                raise InvalidArgument(f"init_from: the ids in {table.url} do not ascend: each has to be there once")
+                raise InvalidArgument(
+                    f"init_from: the ids in {table.url} do not ascend: each has to be there once"
+                )
             last = int(ids[-1])
             yield ids, content
 
 
 def put_rows(table: ShardedTable, start: StartTable, own: Flags | None = None) -> None:
-    """Into a table that has none yet; the rows of `own` slots alone (None: of all). States of the optimizer are those of rows that appear, if the file's
-    are not taken; sums of `ftrl` are those that give the values. No step has changed the rows yet. Of a slot that has more than its share of `max_rows`, those with the least ids are left out. Raises as rows_in."""
+    """Into a table that has none yet; the rows of `own` slots alone (None: of all). States of the optimizer
+    are those of rows that appear, if the file's are not taken; sums of `ftrl` are those that give the values.
+    No step has changed the rows yet. Of a slot that has more than its share of `max_rows`, those with the
+    least ids are left out. Raises as rows_in."""
     from trireme_shared.tables.hashing import slots_of  # noqa: PLC0415  only where there are tables
-    from trireme_shared.tables.table import RowsOfIds, first_state, sums_of_values  # noqa: PLC0415  loads numba
+
+    # loads numba
+    from trireme_shared.tables.table import RowsOfIds, first_state, sums_of_values  # noqa: PLC0415
 
     optimizer, dim = table.spec.optimizer, table.spec.dim
     has_own_sums = start.state is not None and start.optimizer == optimizer.model_dump(mode="json")

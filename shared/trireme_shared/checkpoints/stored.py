@@ -3,12 +3,13 @@
     {storage}/checkpoints/<uuid>/pserver-<i>.<token>.safetensors ...   one part per pserver that has blocks
                                  manifest-<md5>.json                   written once all parts are there
 
-The names are unique per writer or per content, so a writer that was replaced cannot overwrite a committed file. A checkpoint
-counts only once `checkpoints/latest` in etcd names it. Everything that reads here blocks.
+The names are unique per writer or per content, so a writer that was replaced cannot overwrite a committed
+file. A checkpoint counts only once `checkpoints/latest` in etcd names it. Everything that reads here blocks.
 
 BlockReader brings blocks with their optimizers' state out of a part, into memory of whoever loads it:
 
-    sink(entry) names the memory for each tensor ─► the whole part is read and its checksum compared ─► loaded: blocks, in order
+    sink(entry) names the memory for each tensor ─► the whole part is read and its checksum compared
+        ─► loaded: blocks, in order
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     import torch
 
 MAX_MANIFEST_BYTES = 64 << 20
-_DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again does not help
+# trying again does not help
+_DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 # what may differ between the spec a checkpoint was made under and the one it is loaded under
 ELASTIC = ("trainers", "pservers", "sources")
 _FREE = (*ELASTIC, "strategy")  # checkpoints of both strategies hold the same
@@ -52,17 +54,23 @@ def folder(storage_url: str, uuid: str) -> str:
 
 
 def spec_digest(spec: JobSpec) -> str:
-    """The digest of the fields that may not change between a checkpoint and the job that goes on from it. Fields with their default
-    are left out: a newer version may have more of them."""
+    """The digest of the fields that may not change between a checkpoint and the job that goes on from it.
+    Fields with their default are left out: a newer version may have more of them."""
     fixed = spec.model_dump(mode="json", exclude=set(_FREE), exclude_defaults=True)
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
 def writers(layout: Layout, slots: SlotMap) -> tuple[int, ...]:
-    """The pservers that have blocks or, if there are embedding tables, slots, in order: a complete checkpoint has a part of each."""
+    """The pservers that have blocks or, if there are embedding tables, slots, in order: a complete checkpoint
+    has a part of each."""
     count = sum(1 for _ in layout.blocks()) if not layout.tables else layout.slot_count
     return tuple(
-        sorted({slots.owners[slot_of(block, layout.slot_count)] for block in range(min(count, layout.slot_count))})
+        sorted(
+            {
+                slots.owners[slot_of(block, layout.slot_count)]
+                for block in range(min(count, layout.slot_count))
+            }
+        )
     )
 
 
@@ -77,9 +85,11 @@ def unusable(ref: CheckpointRef, cause: str, error: BaseException | None = None)
 
 
 def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
-    """Read and check the manifest of a committed checkpoint (its parts are not looked at; `verify_parts` does).
+    """Read and check the manifest of a committed checkpoint (its parts are not looked at; `verify_parts`
+    does).
 
-    Raises CheckpointUnusable: missing, edited, truncated, or of another job or version; OSError: the storage failed.
+    Raises CheckpointUnusable: missing, edited, truncated, or of another job or version; OSError: the storage
+    failed.
     """
     url = files.join(folder(storage_url, ref.uuid), ref.manifest)
     try:
@@ -101,26 +111,42 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
 
 
 def misplaced(manifest: Manifest, job: str, ref: CheckpointRef, where: str) -> str:
-    """How a manifest that was read at `where` is of another checkpoint than `ref` of the job; "": it is of that one."""
-    if (manifest.job, manifest.uuid, manifest.step, manifest.timeline) == (job, ref.uuid, ref.step, ref.timeline):
+    """How a manifest that was read at `where` is of another checkpoint than `ref` of the job; "": it is of
+    that one."""
+    if (manifest.job, manifest.uuid, manifest.step, manifest.timeline) == (
+        job,
+        ref.uuid,
+        ref.step,
+        ref.timeline,
+    ):
         return ""
-    told = f"{where} is of job {manifest.job!r}, checkpoint {manifest.uuid}, step {manifest.step}, timeline {manifest.timeline}"
+    told = (
+        f"{where} is of job {manifest.job!r}, checkpoint {manifest.uuid}, step {manifest.step}, "
+        f"timeline {manifest.timeline}"
+    )
     return f"{told}: expected job {job!r}, checkpoint {ref.uuid}, step {ref.step}, timeline {ref.timeline}"
 
 
 def open_tasks(manifest: Manifest) -> dict[int, int]:
-    """Task -> epoch of all training tasks that were open at an asynchronous checkpoint. Raises CheckpointUnusable."""
+    """Task -> epoch of all training tasks that were open at an asynchronous checkpoint. Raises
+    CheckpointUnusable."""
     names = [name.partition("/") for name in manifest.queue]
     try:
         epoch = TaskMeta.model_validate_json(manifest.queue["meta"]).epoch
     except (KeyError, ValidationError) as error:
-        msg = f"checkpoint {manifest.uuid} (step {manifest.step}) cannot be used: its queue cannot be read: {error!r}"
+        msg = (
+            f"checkpoint {manifest.uuid} (step {manifest.step}) cannot be used: its queue cannot be "
+            f"read: {error!r}"
+        )
         raise CheckpointUnusable(msg) from error
-    return {int(task): epoch for kind, _, task in names if kind in ("pending", "requeued") and task.isdecimal()}
+    return {
+        int(task): epoch for kind, _, task in names if kind in ("pending", "requeued") and task.isdecimal()
+    }
 
 
 def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
-    """Every checkpoint, newest first, and the manifests that cannot be read; etcd is not asked. Raises OSError.
+    """Every checkpoint, newest first, and the manifests that cannot be read; etcd is not asked. Raises
+    OSError.
 
     The newest may not be named by `checkpoints/latest` in etcd yet; it is complete all the same.
     """
@@ -129,11 +155,14 @@ def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
 
 
 def manifests(storage_url: str) -> tuple[list[tuple[CheckpointRef, Manifest, str]], list[str]]:
-    """As `found`, with the manifests themselves, and what is wrong with their names ("": nothing). Of an object store two listings are asked for, by the
-    thousand files, and each manifest once. Raises OSError."""
+    """As `found`, with the manifests themselves, and what is wrong with their names ("": nothing). Of an
+    object store two listings are asked for, by the thousand files, and each manifest once. Raises OSError."""
     folders = files.join(storage_url, "checkpoints")
-    names = files.below(folders) if files.names(folders) else []  # a missing folder is empty, a missing bucket is told
-    places = [name for name in names if name.rpartition("/")[2].startswith("manifest-") and name.count("/") == 1]
+    # a missing folder is empty, a missing bucket is told
+    names = files.below(folders) if files.names(folders) else []
+    places = [
+        name for name in names if name.rpartition("/")[2].startswith("manifest-") and name.count("/") == 1
+    ]
     urls = [files.join(storage_url, "checkpoints", place) for place in sorted(places)]
     there, unreadable = [], []
     for url in urls:
@@ -149,7 +178,9 @@ def manifests(storage_url: str) -> tuple[list[tuple[CheckpointRef, Manifest, str
         facts = {"step": manifest.step, "timeline": manifest.timeline, "on": manifest.on}
         ref, called = CheckpointRef(uuid=uuid, manifest=name, **facts), manifest_name(content)
         there.append((ref, manifest, "" if called == name else _renamed(url, called)))
-    return sorted(there, key=lambda one: (one[0].timeline, one[0].step, one[0].manifest), reverse=True), unreadable
+    return sorted(
+        there, key=lambda one: (one[0].timeline, one[0].step, one[0].manifest), reverse=True
+    ), unreadable
 
 
 def _renamed(url: str, called: str) -> str:
@@ -159,9 +190,11 @@ def _renamed(url: str, called: str) -> str:
 def read_part(
     storage_url: str, ref: CheckpointRef, part: CheckpointPart | PartLink, sink: tensor_file.Sink
 ) -> tensor_file.Summary:
-    """Read one part, or one that it builds on, into the memory that `sink` names; the values may be used only if this returns.
+    """Read one part, or one that it builds on, into the memory that `sink` names; the values may be used only
+    if this returns.
 
-    Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage failed.
+    Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage
+    failed.
     """
     uuid = part.uuid if isinstance(part, PartLink) else ref.uuid
     url = files.join(folder(storage_url, uuid), part.file)
@@ -169,7 +202,9 @@ def read_part(
     if checksum not in tensor_file.CHECKSUMS:
         known = ", ".join(tensor_file.CHECKSUMS)
         unusable(
-            ref, f"{url} was written with a checksum {checksum!r}, which this version does not know (it knows {known})"
+            ref,
+            f"{url} was written with a checksum {checksum!r}, which this version does not know (it "
+            f"knows {known})",
         )
     try:
         if (size := files.size(url)) != part.bytes:
@@ -192,8 +227,8 @@ def read_values(
     memory: Callable[[int], memoryview],
     states: Mapping[tuple[int, str], memoryview] | None = None,
 ) -> None:
-    """The values of every block into `memory(block)`, and of the optimizer's state what `states` has memory for, by block and name.
-    Raises as `read_part`, also if some of `states` is not there."""
+    """The values of every block into `memory(block)`, and of the optimizer's state what `states` has memory
+    for, by block and name. Raises as `read_part`, also if some of `states` is not there."""
     missing, wanted = {block.number for block in manifest.layout.blocks()}, dict(states or {})
 
     def place(entry: tensor_file.Entry) -> memoryview | None:
@@ -202,7 +237,9 @@ def read_values(
             into = wanted.pop((int(number), state), None)
             if into is not None and into.nbytes != math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]:
                 unusable(
-                    ref, f"{state} of block {number} has {entry.shape} {entry.dtype}, {into.nbytes} bytes are expected"
+                    ref,
+                    f"{state} of block {number} has {entry.shape} {entry.dtype}, {into.nbytes} "
+                    "bytes are expected",
                 )
             return into
         if state or not number.isdecimal() or int(number) not in missing:
@@ -217,7 +254,8 @@ def read_values(
     if wanted:
         block, name = min(wanted)
         unusable(
-            ref, f"it has no state of the optimizer ({name} of block {block}): before the first step there is none"
+            ref,
+            f"it has no state of the optimizer ({name} of block {block}): before the first step there is none",
         )
 
 
@@ -228,8 +266,9 @@ def is_intact(read: tensor_file.Summary, part: CheckpointPart | PartLink) -> boo
 def verify_parts(
     storage_url: str, ref: CheckpointRef, manifest: Manifest, good: MutableSet[PartLink] | None = None
 ) -> int:
-    """Read every part, and all that they build on; the bytes of these files together. `good`: files that were read before are not read again, and
-    these are added. Raises CheckpointUnusable at the first that is not as it was written."""
+    """Read every part, and all that they build on; the bytes of these files together. `good`: files that were
+    read before are not read again, and these are added. Raises CheckpointUnusable at the first that is not as
+    it was written."""
     good = set() if good is None else good
     for part in manifest.parts:
         for link in (part.link(ref.uuid), *reversed(part.chain)):
@@ -249,7 +288,9 @@ class _Loading(Generic[M]):
 
 
 class BlockReader(Generic[M]):
-    """Of these blocks in one part. torch is imported when one is read: the master, which reads manifests, has no use for it. `take(block)`: memory for its values, and their bytes, writable. States get memory of their own."""
+    """Of these blocks in one part. torch is imported when one is read: the master, which reads manifests, has
+    no use for it. `take(block)`: memory for its values, and their bytes, writable. States get memory of their
+    own."""
 
     def __init__(
         self, ref: CheckpointRef, blocks: Mapping[int, Block], take: Callable[[Block], tuple[M, memoryview]]
@@ -258,7 +299,8 @@ class BlockReader(Generic[M]):
         self._loading: dict[int, _Loading[M]] = {number: _Loading(block) for number, block in blocks.items()}
 
     def sink(self, entry: Entry) -> memoryview | None:
-        """Memory for a tensor; None: it is of no block that is wanted. Raises CheckpointUnusable: it has another form."""
+        """Memory for a tensor; None: it is of no block that is wanted. Raises CheckpointUnusable: it has
+        another form."""
         import torch  # noqa: PLC0415
 
         from trireme_shared.blocks.buffers import DTYPES, bytes_of  # noqa: PLC0415
@@ -292,7 +334,10 @@ def check_model(manifest: Manifest, ref: CheckpointRef, digest: str) -> None:
     """Raises CheckpointUnusable if the checkpoint is not of the model with that digest."""
     if manifest.layout.digest != digest:
         msg = (
-            f"checkpoint {ref.uuid} is of model {manifest.layout.digest[:12]}, the job's model is {digest[:12]}: "
+            f"checkpoint {ref.uuid} is of model {manifest.layout.digest[:12]}, the job's model is "
+            f"{digest[:12]}: "
             "names, shapes or dtypes of its parameters differ"
         )
-        raise CheckpointUnusable(msg, hint="go on with the script the checkpoint was made with, or start a new job")
+        raise CheckpointUnusable(
+            msg, hint="go on with the script the checkpoint was made with, or start a new job"
+        )

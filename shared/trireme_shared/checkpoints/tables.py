@@ -1,16 +1,21 @@
-"""Embedding tables in the parts of checkpoints: what a part holds of them, and their rows read back, some slots at a time.
+"""Embedding tables in the parts of checkpoints: what a part holds of them, and their rows read back, some
+slots at a time.
 
-table.<name>.<first slot>   int64 (n, words): the rows of some slots, see trireme_shared.tables.snapshot.to_records
-table.<name>.sketch         int64 (n, 1 + words): slots, and their counts of ids without a row, of tables with admit_after
+table.<name>.<first slot>   int64 (n, words): the rows of some slots, see
+                            trireme_shared.tables.snapshot.to_records
+table.<name>.sketch         int64 (n, 1 + words): slots, and their counts of ids without a row, of tables with
+                            admit_after
 metadata `tables`           JSON: updates of each table
 
-A delta has the rows and slots of sketches that changed since the part before it in its chain (CheckpointPart.chain), and
+A delta has the rows and slots of sketches that changed since the part before it in its chain
+(CheckpointPart.chain), and
 
 table.<name>.removed        int64 (n,): ids whose rows left since then; some may have come back
 table.<name>.expired        int64 (n,): ids whose rows expired since then and are still in memory
 metadata `since`            JSON: the version of each table in the part before
 
-parts, newest of each chain first ──► rows of some slots ──► take(rows) ...   ──checksums are right──► what was taken may be used
+parts, newest of each chain first ──► rows of some slots ──► take(rows) ...
+    ──checksums are right──► what was taken may be used
 """
 
 from __future__ import annotations
@@ -56,19 +61,25 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, mem
     tables = tables_of(snapshot)
     if not tables:
         return
-    from trireme_shared.tables.snapshot import record_words  # noqa: PLC0415  only where there are tables: it loads numba
+    # only where there are tables: it loads numba
+    from trireme_shared.tables.snapshot import record_words  # noqa: PLC0415
 
     def rows(table: TableSnapshot, group: SlotGroup, place: memoryview | None) -> memoryview:
         records, are_finite = table.records(group, place)
         if finite and not are_finite:
             msg = f"rows of table {table.spec.name} are NaN or infinite"
-            hint = "go back to the checkpoint before, with a lower learning rate; on_nonfinite = ignore saves such rows"
+            hint = (
+                "go back to the checkpoint before, with a lower learning rate; on_nonfinite = ignore "
+                "saves such rows"
+            )
             raise InvalidArgument(msg, hint=hint)
         return records.data.cast("B")
 
     for table in tables:
         for group in table.groups():
-            entry = Entry(f"{PREFIX}{table.spec.name}.{group.first}", "int64", (group.rows, record_words(table.width)))
+            entry = Entry(
+                f"{PREFIX}{table.spec.name}.{group.first}", "int64", (group.rows, record_words(table.width))
+            )
             yield entry, lambda place, table=table, group=group: rows(table, group, place)  # type: ignore[misc]
         rest = {"sketch": table.sketch_rows()}
         if table.changes is not None:
@@ -80,7 +91,8 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, mem
 
 
 def records_for(entry: Entry, words: int | None, ref: CheckpointRef) -> Records:
-    """Memory for a tensor of rows, int64 (n, words). Raises CheckpointUnusable: it has another form; `words` None: no table has it."""
+    """Memory for a tensor of rows, int64 (n, words). Raises CheckpointUnusable: it has another form; `words`
+    None: no table has it."""
     if words is None or entry.dtype != "int64" or len(entry.shape) != 2 or entry.shape[1] != words:
         stored.unusable(ref, f"{entry.name} is {entry.dtype} {entry.shape}: the job's tables are others")
     return np.empty(entry.shape, np.int64)
@@ -117,8 +129,9 @@ Take = Callable[["RowsOfIds"], None]
 
 
 def read_rows(storage_url: str, ref: CheckpointRef, manifest: Manifest, spec: TableSpec, take: Take) -> int:
-    """Each row of the table once, expired ones not; how many updates the table has had (asynchronous: at the parameter server with the most). Reads
-    all parts and what they build on. Raises CheckpointUnusable: what was taken must not be used; OSError: the storage failed."""
+    """Each row of the table once, expired ones not; how many updates the table has had (asynchronous: at the
+    parameter server with the most). Reads all parts and what they build on. Raises CheckpointUnusable: what
+    was taken must not be used; OSError: the storage failed."""
     updates = 0
     for part in manifest.parts:
         mine = _read_chain(storage_url, ref, manifest, spec, part, len(part.chain), take, lambda _: None)
@@ -135,8 +148,9 @@ def read_changes(
     take: Take,
     gone: Callable[[Ids], None],
 ) -> bool:
-    """The rows that changed since checkpoint `since`, each once, and the ids that have no row any more (they may have had none then; some are rows that came
-    back); only deltas are read. False: the parts do not build on that checkpoint; nothing was taken. Raises as read_rows."""
+    """The rows that changed since checkpoint `since`, each once, and the ids that have no row any more (they
+    may have had none then; some are rows that came back); only deltas are read. False: the parts do not build
+    on that checkpoint; nothing was taken. Raises as read_rows."""
     counts = [_links_after(part, since) for part in manifest.parts]
     if None in counts:
         return False
@@ -161,8 +175,10 @@ def _read_chain(
     take: Take,
     gone: Callable[[Ids], None],
 ) -> int:
-    """A part and the last `links` parts that it builds on. `gone`: called with ids that have no row any more."""
-    from trireme_shared.tables.snapshot import Chain, from_records, record_words  # noqa: PLC0415  only where there are tables: it loads numba
+    """A part and the last `links` parts that it builds on. `gone`: called with ids that have no row any
+    more."""
+    # only where there are tables: it loads numba
+    from trireme_shared.tables.snapshot import Chain, from_records, record_words  # noqa: PLC0415
     from trireme_shared.tables.table import living  # noqa: PLC0415
 
     words, chain = record_words(spec.row_words), Chain()

@@ -1,8 +1,9 @@
-"""Writes and deletes the files of checkpoints. Everything here blocks, so it runs in the threads of Background: parts are written in the
-background of training, other work is urgent.
+"""Writes and deletes the files of checkpoints. Everything here blocks, so it runs in the threads of
+Background: parts are written in the background of training, other work is urgent.
 
 Snapshot -> pserver-<i>.<token>.safetensors        Manifest -> manifest-<md5>.json
-narrow_to_changes, write_part -> one thread of the lowest priority, with rests        load, write_manifest, remove -> the other threads
+narrow_to_changes, write_part -> one thread of the lowest priority, with rests
+    load, write_manifest, remove -> the other threads
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def write_part(
     *,
     rest: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """All tensors of a snapshot; `metadata` may be slow to make; `rest` is called between chunks; `checksum`: its name. Raises OSError; InvalidArgument
-    if a tensor named in `finite` is not: such a checkpoint must not take the place of a good one."""
+    """All tensors of a snapshot; `metadata` may be slow to make; `rest` is called between chunks; `checksum`:
+    its name. Raises OSError; InvalidArgument if a tensor named in `finite` is not: such a checkpoint must not
+    take the place of a good one."""
     tensors: list[tuple[Entry, memoryview | Made]] = []
     for name in finite:
         if name in snapshot.tensors:
@@ -60,7 +62,9 @@ def write_part(
 
 def parameters_of(layout: Layout) -> list[str]:
     """Names of the tensors of parameters in the snapshots of that layout."""
-    return [f"block.{block.number}" for block in layout.blocks() if layout.segments[block.segment].kind == "param"]
+    return [
+        f"block.{block.number}" for block in layout.blocks() if layout.segments[block.segment].kind == "param"
+    ]
 
 
 def _check_finite(name: str, values: torch.Tensor) -> None:
@@ -68,12 +72,15 @@ def _check_finite(name: str, values: torch.Tensor) -> None:
     if bad:
         msg = f"{bad} of {values.numel()} parameters in {name} are NaN or infinite"
         hint = (
-            "go back to the checkpoint before, with a lower learning rate; on_nonfinite = ignore saves such parameters"
+            "go back to the checkpoint before, with a lower learning rate; on_nonfinite = ignore saves "
+            "such parameters"
         )
         raise InvalidArgument(msg, hint=hint)
 
 
-def part_metadata(job: str, uuid: str, version: int, timeline: int, index: int, digest: str) -> dict[str, str]:
+def part_metadata(
+    job: str, uuid: str, version: int, timeline: int, index: int, digest: str
+) -> dict[str, str]:
     """The metadata of a part, for people and other programs. `digest`: of the job's layout."""
     return {
         "format": "pt",
@@ -101,16 +108,20 @@ def remove(storage_url: str, uuids: Iterable[str]) -> None:
 
 
 MOST_SHARE = (
-    0.5  # of the bytes of the whole part that the chain begins with: a larger delta is not worth its place in the chain
+    # of the bytes of the whole part that the chain begins with: a larger delta is not worth its place in the
+    # chain
+    0.5
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaBase:
-    """What a delta builds on: a part that holds the rows that changed since an earlier part of the same owner, instead of all rows. `chain`:
-    the whole part first. `versions`: of each table in the last part of it.
+    """What a delta builds on: a part that holds the rows that changed since an earlier part of the same
+    owner, instead of all rows. `chain`: the whole part first. `versions`: of each table in the last part of
+    it.
 
-    own part in the latest checkpoint --chain--> DeltaBase --narrow_to_changes(snapshot)--> True: a delta is written; False: a whole part
+    own part in the latest checkpoint --chain--> DeltaBase --narrow_to_changes(snapshot)--> True: a delta is
+        written; False: a whole part
 
     Parameters are in every part as a whole, so a part of which they are the larger half is always whole.
     """
@@ -120,8 +131,8 @@ class DeltaBase:
 
 
 def narrow_to_changes(snapshot: Snapshot, base: DeltaBase) -> bool:
-    """Leave to the tables of a snapshot what changed since `base`; False: the snapshot stays as it is, since that would be too much, or is not known.
-    Blocks: 50 ms a million rows."""
+    """Leave to the tables of a snapshot what changed since `base`; False: the snapshot stays as it is, since
+    that would be too much, or is not known. Blocks: 50 ms a million rows."""
     size = sum(saved.buffer.view.nbytes for saved in snapshot.tensors.values())
     found = []
     for table in tables_of(snapshot):
@@ -141,7 +152,8 @@ Offload = Callable[..., Awaitable[Any]]
 """`await offload(function, *arguments)`: run it where blocking does no harm."""
 
 THREADS = 2  # a commit, a checkpoint being loaded
-NICENESS = 19  # the lowest priority: what training leaves, and a seventieth of a core if training wants all of it
+# the lowest priority: what training leaves, and a seventieth of a core if training wants all of it
+NICENESS = 19
 REST = 0.5  # of the working time: spreads the memory bandwidth that writing takes over more steps
 WORK_S = 1e-3  # at least between two rests
 
@@ -151,9 +163,11 @@ class Abandoned(OSError):
 
 
 class Pace:
-    """The rests of the writing thread between two chunks. `hurried()`: the part is urgent, so there are no rests.
+    """The rests of the writing thread between two chunks. `hurried()`: the part is urgent, so there are no
+    rests.
 
-    Rests follow the thread's processor time. Time that it waits for a disk or a network costs training nothing.
+    Rests follow the thread's processor time. Time that it waits for a disk or a network costs training
+    nothing.
     """
 
     def __init__(self, hurried: Callable[[], bool]) -> None:

@@ -1,4 +1,5 @@
-"""What a communicator does beside the user's thread: keep its key, watch the others, decide if it holds the lock, enter each epoch.
+"""What a communicator does beside the user's thread: keep its key, watch the others, decide if it holds the
+lock, enter each epoch.
 
 user's thread ◄── condition ── session ◄── entering ◄── epoch ◄── mirror ◄── etcd
               ── trouble, free ──►  event loop of this thread
@@ -38,7 +39,8 @@ log = telemetry.logger("collective")
 
 
 class Background:
-    """`start` it; then `session_within` waits for an epoch in which this process is. `why`: what keeps it from one, for messages."""
+    """`start` it; then `session_within` waits for an epoch in which this process is. `why`: what keeps it
+    from one, for messages."""
 
     def __init__(self, access: EtcdAccess, keys: Keys, settings: Settings) -> None:
         self.settings, self.keys = settings, keys
@@ -75,19 +77,23 @@ class Background:
             raise PeerError(f"no communicator: {why}", hint="is TRIREME_ETCD the address of a running etcd?")
 
     def check_process(self) -> None:
-        """Raises InvalidArgument in a process that was forked from this one: the thread is not there, and every lock may be held for good."""
+        """Raises InvalidArgument in a process that was forked from this one: the thread is not there, and
+        every lock may be held for good."""
         if os.getpid() != self._process:
             msg = (
-                f"this communicator was made in process {self._process}, and process {os.getpid()} was forked from it: "
+                f"this communicator was made in process {self._process}, and process {os.getpid()} "
+                "was forked from it: "
                 "make another one in this process, and let it take part as a member of its own"
             )
             raise InvalidArgument(msg)
 
     def session_within(self, limit_s: float) -> Session | None:
-        """One that may be used; None: there is none within `limit_s`, or there will never be one (`fatal`)."""
+        """One that may be used; None: there is none within `limit_s`, or there will never be one
+        (`fatal`)."""
         with self.condition:
             self.condition.wait_for(
-                lambda: bool(self.fatal) or (self.session is not None and self.session.usable), max(0.0, limit_s)
+                lambda: bool(self.fatal) or (self.session is not None and self.session.usable),
+                max(0.0, limit_s),
             )
             return None if self.fatal else self.session if self.session and self.session.usable else None
 
@@ -101,7 +107,10 @@ class Background:
         if not self._registered:
             return ""
         keys = list(self.mirror.values)  # in one step: the loop's thread changes them
-        there, least = sum(key.startswith(self.keys.collective_members) for key in keys), self.settings.min_members
+        there, least = (
+            sum(key.startswith(self.keys.collective_members) for key in keys),
+            self.settings.min_members,
+        )
         if not 0 < there < least:
             return ""
         return f"min_members is {least}, and {there} process{' is' if there == 1 else 'es are'} there"
@@ -208,8 +217,9 @@ class Background:
         await begin()
 
     async def _stay_registered(self, etcd: Etcd, registered: asyncio.Event, reach: Reach) -> None:
-        """Registered anew whenever the key was lost: this process was taken for dead or left out, and is a new member then. Not before it reaches
-        those who are members: with a process that some do not reach no group comes together."""
+        """Registered anew whenever the key was lost: this process was taken for dead or left out, and is a
+        new member then. Not before it reaches those who are members: with a process that some do not reach no
+        group comes together."""
         while True:
             await self.mirror.known.wait()
             await reach.everybody()
@@ -251,7 +261,9 @@ class Background:
                 continue
             except Unfit as error:
                 rank = epoch.members.index(self.me)
-                session = Session(number, rank, epoch.members, self.progress, refused=str(error), on_free=self._freed)
+                session = Session(
+                    number, rank, epoch.members, self.progress, refused=str(error), on_free=self._freed
+                )
             except (PeerError, LeaseLost) as error:
                 log.warning("epoch_not_entered", epoch=number, cause=str(error))
                 self.report(number, str(error))
@@ -269,7 +281,9 @@ class Background:
     def _stuck_s(self) -> float:
         """For how long no epoch could be entered, or an operation is under way."""
         session = self.session
-        begun = [at for at in (self._entering_since, session.busy_since if session is not None else None) if at]
+        begun = [
+            at for at in (self._entering_since, session.busy_since if session is not None else None) if at
+        ]
         return clock.monotonic() - min(begun) if begun else 0.0
 
     def _newer(self, seen: int) -> tuple[int, Epoch] | None:
@@ -280,7 +294,8 @@ class Background:
         return (found.mod_revision, epoch) if epoch is not None else None
 
     async def _retire(self, number: int, epoch: Epoch) -> None:
-        """Give up the group before: at once if no operation is under way. Else when it ends; it is cut if somebody of it has gone."""
+        """Give up the group before: at once if no operation is under way. Else when it ends; it is cut if
+        somebody of it has gone."""
         session = self.session
         if session is None:
             return

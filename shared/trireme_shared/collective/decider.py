@@ -1,6 +1,8 @@
-"""Who decides which processes make up a communicator's group: whoever of them holds a lock. It may die at any time.
+"""Who decides which processes make up a communicator's group: whoever of them holds a lock. It may die at any
+time.
 
-    candidate --lock--> decider: members' keys gone or new, trouble told ─► the next epoch, written with the lock as its fence
+    candidate --lock--> decider: members' keys gone or new, trouble told
+        ─► the next epoch, written with the lock as its fence
         └── the holder is proved dead: its lease is revoked, so that nobody waits for its end
     decider: members that do not reach each other (reach.py) ─► those who have to go lose their leases
 
@@ -41,8 +43,8 @@ log = telemetry.logger("collective.decider")
 def next_members(
     epoch: Epoch | None, present: Mapping[EpochMember, int], minimum: int
 ) -> tuple[EpochMember, ...] | None:
-    """Who is in the next epoch, by rank: those of `epoch` that are present still, then the new ones by the revision at which they
-    came. None: there is nothing to change, or fewer than `minimum` are there."""
+    """Who is in the next epoch, by rank: those of `epoch` that are present still, then the new ones by the
+    revision at which they came. None: there is nothing to change, or fewer than `minimum` are there."""
     before = epoch.members if epoch is not None else ()
     stayed = [member for member in before if member in present]
     came = sorted(present.keys() - set(stayed), key=lambda member: (present[member], member.member))
@@ -51,8 +53,9 @@ def next_members(
 
 
 class Decider:
-    """`run` it in a TaskGroup in every member. `own`: answers the key of this process, under whose lease it holds the lock.
-    `minimum`: an epoch has at least so many members. `proved_dead` returns when a process is."""
+    """`run` it in a TaskGroup in every member. `own`: answers the key of this process, under whose lease it
+    holds the lock. `minimum`: an epoch has at least so many members. `proved_dead` returns when a process
+    is."""
 
     def __init__(
         self,
@@ -67,7 +70,8 @@ class Decider:
         self._etcd, self._keys, self._mirror, self._own, self._minimum = etcd, keys, mirror, own, minimum
         self._troubled = 0  # epochs in a row that were renewed for trouble alone
         self._last_came = self._published_at = 0.0
-        self._in_doubt_at = -math.inf  # this process's lease was over then: those of others may have been, too
+        # this process's lease was over then: those of others may have been, too
+        self._in_doubt_at = -math.inf
         self._lifelines: dict[str, asyncio.Task[None]] = {}
         self._left_out: set[int] = set()  # leases
         self._told_at: float | None = None  # since then members say whom they do not reach
@@ -124,7 +128,11 @@ class Decider:
                     epoch_key = self._mirror.values.get(self._keys.collective_epoch)
                     epoch = self._read_epoch(epoch_key)
                     again_s = self._leave_out(group, lease, token, epoch)
-                    wanted, wait_s, seen = self._wanted(epoch, epoch_key, present), None, self._mirror.revision
+                    wanted, wait_s, seen = (
+                        self._wanted(epoch, epoch_key, present),
+                        None,
+                        self._mirror.revision,
+                    )
                     if wanted is None:
                         changed_at = None
                     else:
@@ -175,12 +183,15 @@ class Decider:
         return epoch.members if told and len(epoch.members) >= self._minimum else None
 
     def _wait_s(self, epoch: Epoch | None, wanted: tuple[EpochMember, ...], since: float) -> float:
-        """0: now. Whoever is gone is left out at once; new members may have company, and those that etcd forgot may come back."""
+        """0: now. Whoever is gone is left out at once; new members may have company, and those that etcd
+        forgot may come back."""
         now = clock.monotonic()
         if epoch is not None and wanted == epoch.members:
             return since + min(TROUBLE_S * 2.0 ** min(self._troubled, 10), TROUBLE_LIMIT_S) - now
         if epoch is not None and set(epoch.members) - set(wanted):
-            silent_s: float = may_return_s(max(self._etcd.silent_at, self._in_doubt_at), self._own().lease.ttl_s)
+            silent_s: float = may_return_s(
+                max(self._etcd.silent_at, self._in_doubt_at), self._own().lease.ttl_s
+            )
             return min(silent_s, since + RECHECK_S - now) if silent_s > 0 else 0.0
         return min(since + SETTLE_LIMIT_S, max(since, self._last_came) + SETTLE_S) - now
 
@@ -214,9 +225,11 @@ class Decider:
         now = read_record(CommunicatorMember, found.key, found.value) if found is not None else None
         return now.lease if now is not None and now.incarnation == member.incarnation else member.lease
 
-    def _leave_out(self, group: asyncio.TaskGroup, lease: Lease, token: int, epoch: Epoch | None) -> float | None:
-        """Members of the epoch that do not reach each other cannot be in one group. Not if too few would be left. Answers in how many seconds to look
-        again, since others may still say whom they do not reach."""
+    def _leave_out(
+        self, group: asyncio.TaskGroup, lease: Lease, token: int, epoch: Epoch | None
+    ) -> float | None:
+        """Members of the epoch that do not reach each other cannot be in one group. Not if too few would be
+        left. Answers in how many seconds to look again, since others may still say whom they do not reach."""
         found = self._members()
         present = [member for member in epoch.members if member in found] if epoch is not None else []
         told = [
@@ -243,8 +256,13 @@ class Decider:
                 group.create_task(self._revoke_told(member.member, current, notice, lease, token))
         return None
 
-    async def _revoke_told(self, member: str, revoked: int, notice: LeftOut, lease: Lease, token: int) -> None:
-        key, fence = self._keys.collective_left_out(member), [Compare.create(self._keys.collective_lock, "==", token)]
+    async def _revoke_told(
+        self, member: str, revoked: int, notice: LeftOut, lease: Lease, token: int
+    ) -> None:
+        key, fence = (
+            self._keys.collective_left_out(member),
+            [Compare.create(self._keys.collective_lock, "==", token)],
+        )
         while True:
             try:
                 if (await self._etcd.txn(fence, [Put(key, notice.to_bytes(), lease.id)])).succeeded:
@@ -255,7 +273,8 @@ class Decider:
                 await asyncio.sleep(ids.jitter(LOST_S))
 
     async def _publish(self, token: int, before: KeyValue | None, members: tuple[EpochMember, ...]) -> None:
-        """Returns when the mirror shows the write. Raises PeerError, LeaseLost: the lock is lost, or it is not known."""
+        """Returns when the mirror shows the write. Raises PeerError, LeaseLost: the lock is lost, or it is
+        not known."""
         keys = self._keys
         epoch = Epoch(members=members)
         fence = [

@@ -1,4 +1,5 @@
-"""How a member enters an epoch: it says what it has, waits for what the others say, builds the group, and gives or takes the last result.
+"""How a member enters an epoch: it says what it has, waits for what the others say, builds the group, and
+gives or takes the last result.
 
 statement ─► all statements ─► they fit? ─► group ─► whoever lacks the last result gets it ─► session
     └────────── a newer epoch: Superseded, at any point; what is being built is given up ──────────┘
@@ -105,11 +106,14 @@ class Entering:
         return await self.until(number, all_there)
 
     def _caught_up(self, session: Session, line: Line) -> Callable[[], None]:
-        """Whoever lacks the last result gets it, in the thread that builds. What this changes here is done by the answer. Raises Broken."""
+        """Whoever lacks the last result gets it, in the thread that builds. What this changes here is done by
+        the answer. Raises Broken."""
         progress, rank = self._progress, session.rank
         given = None
         if line.behind and session.group is not None:
-            given = _given(session.group, progress.last if rank == line.giver else None, line, self._settings.timeout_s)
+            given = _given(
+                session.group, progress.last if rank == line.giver else None, line, self._settings.timeout_s
+            )
         stateless = line.lost if given is not None and given.kind == STATE else line.stateless
         if self._settings.share_state and session.size > 1:
             session.stateless = stateless
@@ -132,8 +136,11 @@ class Entering:
         if now is not None and now.mod_revision > number:
             raise Superseded(f"epoch {now.mod_revision} has followed epoch {number}")
 
-    async def _aside(self, number: int, work: Callable[[], T], give_up: Callable[[T], None] = lambda _: None) -> T:
-        """`work` in a thread of its own. A newer epoch does not wait for it: what it makes then is given up when it is ready."""
+    async def _aside(
+        self, number: int, work: Callable[[], T], give_up: Callable[[T], None] = lambda _: None
+    ) -> T:
+        """`work` in a thread of its own. A newer epoch does not wait for it: what it makes then is given up
+        when it is ready."""
         outcome: list[tuple[T | None, Exception | None]] = []
         lock, over = threading.Lock(), False
         loop, mirror = asyncio.get_running_loop(), self._mirror
@@ -199,7 +206,9 @@ class _Shelf:
         self._wait(self._entering.put(self._number, name, value), timeout_s)
 
     def take(self, names: list[str], timeout_s: float) -> list[bytes]:
-        found = self._entering.until(self._number, lambda: self._entering.values(self._number, names), timeout_s)
+        found = self._entering.until(
+            self._number, lambda: self._entering.values(self._number, names), timeout_s
+        )
         answer: list[bytes] = self._wait(found, timeout_s + 1.0)
         return answer
 
@@ -217,13 +226,17 @@ def check_fit(statements: list[Statement]) -> None:
         for name in sorted(first.manifest.keys() | each.manifest.keys()):
             mine, theirs = first.manifest.get(name, "none"), each.manifest.get(name, "none")
             if mine != theirs:
-                raise Unfit(f"members were made differently: {name} is {mine} in rank 0 and {theirs} in rank {rank}")
+                raise Unfit(
+                    f"members were made differently: {name} is {mine} in rank 0 and {theirs} in rank {rank}"
+                )
         if each.network != first.network:
             for at, told in ((0, first), (rank, each)):
                 if told.listener is not None and _is_loopback(told.listener[0]):
                     msg = (
-                        f"rank 0 and rank {rank} are on different hosts, and rank {at} listens at {told.listener[0]}, where only its own "
-                        "host can connect; give host= (or TRIREME_HOST) the address at which the others reach it"
+                        f"rank 0 and rank {rank} are on different hosts, and rank {at} listens at "
+                        f"{told.listener[0]}, where only its own "
+                        "host can connect; give host= (or TRIREME_HOST) the address at which the "
+                        "others reach it"
                     )
                     raise Unfit(msg)
 
@@ -253,7 +266,10 @@ def _given(group: Group, mine: Result | None, line: Line, limit_s: float) -> Res
     read = json.loads(group.tell(told, line.giver, limit_s))
     if mine is None:
         flats = [
-            torch.empty(size, dtype=getattr(torch, name), device=group.data_device) for name, size in read["flats"]
+            torch.empty(size, dtype=getattr(torch, name), device=group.data_device)
+            for name, size in read["flats"]
         ]
     group.broadcast(flats, line.giver, limit_s, lambda: None)
-    return Result(line.head, read["kind"], read["digest"], read["text"], read["factor"], read["weight"], flats)
+    return Result(
+        line.head, read["kind"], read["digest"], read["text"], read["factor"], read["weight"], flats
+    )

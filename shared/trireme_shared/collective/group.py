@@ -1,9 +1,12 @@
-"""A torch.distributed group of one epoch, built directly: no init_process_group, no global group, nothing that outlives it.
+"""A torch.distributed group of one epoch, built directly: no init_process_group, no global group, nothing
+that outlives it.
 
-    device (it listens) ─► statements name where ─► connect all pairs ─► operations ─► cut (connections shut down) ─► drop
+    device (it listens) ─► statements name where ─► connect all pairs ─► operations
+        ─► cut (connections shut down) ─► drop
 
-Gloo carries what members say to each other (`exchange`) always, and tensors on CPUs; NCCL carries tensors on GPUs. Both have the
-same operations, all of them with a time limit. An error is told as text: a kept exception would keep the group.
+Gloo carries what members say to each other (`exchange`) always, and tensors on CPUs; NCCL carries tensors on
+GPUs. Both have the same operations, all of them with a time limit. An error is told as text: a kept exception
+would keep the group.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ class Broken(Exception):
 
 
 class Device:
-    """What a Gloo group listens with, one for each group. `address`: where; None if that could not be found out, and then the group
-    cannot be cut: its operations end by their timeouts."""
+    """What a Gloo group listens with, one for each group. `address`: where; None if that could not be found
+    out, and then the group cannot be cut: its operations end by their timeouts."""
 
     def __init__(self, host: str) -> None:
         with _devices:
@@ -54,7 +57,8 @@ class Device:
 
 
 class Group:
-    """`data`: carries tensors, if it is not Gloo. `peers`: where the others listen. `timeout_s`: to be connected with all. All operations raise Broken."""
+    """`data`: carries tensors, if it is not Gloo. `peers`: where the others listen. `timeout_s`: to be
+    connected with all. All operations raise Broken."""
 
     def __init__(
         self,
@@ -70,7 +74,10 @@ class Group:
         options._timeout = timedelta(seconds=timeout_s / CONNECTS)  # noqa: SLF001
         store.set_timeout(timedelta(seconds=timeout_s))  # what the others say is waited for once
         self.rank, self.size = rank, size
-        self._address, self._peers = device.address, {peer for peer in peers if peer is not None} - {device.address}
+        self._address, self._peers = (
+            device.address,
+            {peer for peer in peers if peer is not None} - {device.address},
+        )
         self._store: c10d.Store | None = store  # Gloo does not keep it
         self._lock = threading.Lock()
         self._cut_at = math.inf
@@ -110,7 +117,9 @@ class Group:
         mine = len(data) if data is not None else 0
         length = self.exchange([mine], timeout_s)[root][0]
         buffer = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(length, dtype=torch.uint8)
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(length, dtype=torch.uint8)
         )
         if length:
             self._await(self._broadcasts(self._gloo, buffer, root, timeout_s))
@@ -126,10 +135,14 @@ class Group:
         calls = [partial(self._data.allreduce, [part], options) for flat in flats for part in _chunks(flat)]
         self._await(calls, begun)
 
-    def broadcast(self, flats: Sequence[torch.Tensor], root: int, timeout_s: float, begun: Callable[[], None]) -> None:
+    def broadcast(
+        self, flats: Sequence[torch.Tensor], root: int, timeout_s: float, begun: Callable[[], None]
+    ) -> None:
         """The root's values, in place. They go as bytes: there are dtypes that Gloo does not know."""
         parts = [flat.view(torch.uint8) for flat in flats]
-        self._await([call for part in parts for call in self._broadcasts(self._data, part, root, timeout_s)], begun)
+        self._await(
+            [call for part in parts for call in self._broadcasts(self._data, part, root, timeout_s)], begun
+        )
 
     def scatter_all(
         self,
@@ -139,8 +152,8 @@ class Group:
         begun: Callable[[], None],
         sizes: Sequence[int] = (),
     ) -> None:
-        """`given` has a part for each member in order, all of one size; `taken` gets the parts that are for this one, by rank. `sizes`: elements of
-        each of those, if members give parts of different sizes."""
+        """`given` has a part for each member in order, all of one size; `taken` gets the parts that are for
+        this one, by rank. `sizes`: elements of each of those, if members give parts of different sizes."""
         options = c10d.AllToAllOptions()
         options.timeout = timedelta(seconds=timeout_s)
         own = [given.numel() // self.size] * self.size if sizes else []
@@ -150,9 +163,12 @@ class Group:
         """`taken` gets the parts of all members by rank."""
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=timeout_s)
-        self._await([lambda: self._data._allgather_base(taken, given, options)])  # noqa: SLF001  its only name
+        # its only name
+        self._await([lambda: self._data._allgather_base(taken, given, options)])  # noqa: SLF001
 
-    def _broadcasts(self, backend: Any, flat: torch.Tensor, root: int, timeout_s: float) -> list[Callable[[], Any]]:
+    def _broadcasts(
+        self, backend: Any, flat: torch.Tensor, root: int, timeout_s: float
+    ) -> list[Callable[[], Any]]:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         options.timeout = timedelta(seconds=timeout_s)
@@ -194,19 +210,22 @@ class Group:
             raise Broken(trouble.partition("\n")[0][:500])
 
     def _has_ended(self, work: Any, future: Any, ended: threading.Semaphore) -> bool:  # noqa: ARG002
-        """Waits a moment for it. Not by `work.wait()`: where a connection breaks while Gloo sends, that returns at the timeout only."""
+        """Waits a moment for it. Not by `work.wait()`: where a connection breaks while Gloo sends, that
+        returns at the timeout only."""
         return bool(future.done()) or (ended.acquire(timeout=POLL_S) and bool(future.done()))
 
     # ------------------------------------------------------------ end
 
     def cut(self) -> int:
-        """From any thread: operations under way fail within milliseconds. Answers how many connections were shut down."""
+        """From any thread: operations under way fail within milliseconds. Answers how many connections were
+        shut down."""
         with self._lock:
             self._cut_at = min(self._cut_at, clock.monotonic())
             return cut_connections(self._address, self._peers)
 
     def drop(self) -> None:
-        """Give it up: cut, then free. Operations that do not end although they were cut keep it until their time is over."""
+        """Give it up: cut, then free. Operations that do not end although they were cut keep it until their
+        time is over."""
         self.cut()
         kept, self._stuck = [*self._stuck, self._gloo, self._store], []
         self._gloo = self._store = None
@@ -215,8 +234,8 @@ class Group:
 
 
 class NcclGroup(Group):
-    """Tensors of this process's GPU go by NCCL. `cut` aborts from another thread, as NCCL wants it: neither shutdown nor destroy, which
-    flush and may hang."""
+    """Tensors of this process's GPU go by NCCL. `cut` aborts from another thread, as NCCL wants it: neither
+    shutdown nor destroy, which flush and may hang."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -225,7 +244,9 @@ class NcclGroup(Group):
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
         options.config.blocking = 0
-        self._nccl: Any = _built(lambda: c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options))
+        self._nccl: Any = _built(
+            lambda: c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options)
+        )
         _built(lambda: self._nccl.eager_connect_single_device(self.data_device))
 
     @property
@@ -289,11 +310,11 @@ def listening_addresses() -> set[Address]:
 
 
 def cut_connections(own: Address | None, peers: Collection[Address]) -> int:
-    """Shut down the connections that came in at `own` or go to one of `peers`. Answers how many. torch does not show the sockets of a
-    group, so they are found by their addresses.
+    """Shut down the connections that came in at `own` or go to one of `peers`. Answers how many. torch does
+    not show the sockets of a group, so they are found by their addresses.
 
-    A group's operation that waits for a dead or frozen peer ends only by its timeout, or when its sockets break. The listening socket is
-    never touched: Gloo ends the process when that fails.
+    A group's operation that waits for a dead or frozen peer ends only by its timeout, or when its sockets
+    break. The listening socket is never touched: Gloo ends the process when that fails.
     """
     count = 0
     for taken, local, peer in _sockets():
@@ -306,8 +327,8 @@ def cut_connections(own: Address | None, peers: Collection[Address]) -> int:
 
 
 def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
-    """(socket, own address, the peer's or None) of each TCP socket. It is a duplicate, made before its address was read: a number that
-    is used for another socket meanwhile does no harm."""
+    """(socket, own address, the peer's or None) of each TCP socket. It is a duplicate, made before its
+    address was read: a number that is used for another socket meanwhile does no harm."""
     for name in os.listdir(FOLDER):  # noqa: PTH208  it changes while it is read
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -340,7 +361,8 @@ TIMEOUT_S = 10.0
 
 
 class Shelf(Protocol):
-    """Where the values of an epoch are; calls block, from any thread, and raise TimeoutError or Superseded."""
+    """Where the values of an epoch are; calls block, from any thread, and raise TimeoutError or
+    Superseded."""
 
     def put(self, name: str, value: bytes, timeout_s: float) -> None: ...
 
@@ -354,10 +376,11 @@ class Shelf(Protocol):
 
 
 class EtcdStore(Store):
-    """The rendezvous store of one epoch's group, over etcd: what a member sets reaches the others by the watch that they have anyway.
+    """The rendezvous store of one epoch's group, over etcd: what a member sets reaches the others by the
+    watch that they have anyway.
 
-    No member hosts anything. Each key is written once, hangs on the lease of who wrote it, and is deleted with the epoch by the decider.
-    Keep a reference to the store as long as the group.
+    No member hosts anything. Each key is written once, hangs on the lease of who wrote it, and is deleted
+    with the epoch by the decider. Keep a reference to the store as long as the group.
     """
 
     def __init__(self, shelf: Shelf, prefix: str, timeout_s: float = TIMEOUT_S) -> None:

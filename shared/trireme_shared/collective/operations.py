@@ -1,11 +1,14 @@
-"""The operations of a communicator, as objects that can be begun again: each says what it is, does it in one group, and reads its result.
+"""The operations of a communicator, as objects that can be begun again: each says what it is, does it in one
+group, and reads its result.
 
-    describe (equal in all members, or nobody begins) ─► run in a group ─► Result (kept for those who lack it) ─► value for the caller
+    describe (equal in all members, or nobody begins) ─► run in a group
+        ─► Result (kept for those who lack it) ─► value for the caller
 
-The caller's tensors are read only: after an error the operation begins again with the same contribution. They travel as few one-dimensional
-buffers:
+The caller's tensors are read only: after an error the operation begins again with the same contribution. They
+travel as few one-dimensional buffers:
 
-    nested value ──take_apart──► skeleton (JSON) + leaves ──pack──► one flat buffer for each dtype ──unpack──► leaves ──put_together──► value
+    nested value ──take_apart──► skeleton (JSON) + leaves ──pack──► one flat buffer for each dtype ──unpack──►
+        leaves ──put_together──► value
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def take_apart(value: Any, *, plain: bool) -> tuple[Skeleton, list[Leaf]]:
-    """`plain`: numbers, texts and None travel in the skeleton; without it numbers are leaves and the rest is refused. Dictionaries are
-    in the order of their keys, however they were filled. Raises InvalidArgument."""
+    """`plain`: numbers, texts and None travel in the skeleton; without it numbers are leaves and the rest is
+    refused. Dictionaries are in the order of their keys, however they were filled. Raises InvalidArgument."""
     leaves: list[Leaf] = []
     return _apart(value, "", leaves, plain, 0), leaves
 
@@ -70,20 +73,31 @@ def _apart(value: Any, path: str, leaves: list[Leaf], plain: bool, depth: int) -
                 f"the key {bad!r} at {path or 'the top'} is a {type(bad).__name__}; use text or numbers"
             )
         items = sorted(value.items(), key=lambda item: (isinstance(item[0], str), item[0]))
-        return ["d", [[key, _apart(item, f"{path}[{key!r}]", leaves, plain, depth + 1)] for key, item in items]]
+        return [
+            "d",
+            [[key, _apart(item, f"{path}[{key!r}]", leaves, plain, depth + 1)] for key, item in items],
+        ]
     if isinstance(value, list | tuple):
         kind = "l" if isinstance(value, list) else "t"
-        return [kind, [_apart(item, f"{path}[{i}]", leaves, plain, depth + 1) for i, item in enumerate(value)]]
+        return [
+            kind,
+            [_apart(item, f"{path}[{i}]", leaves, plain, depth + 1) for i, item in enumerate(value)],
+        ]
     if plain and isinstance(value, PLAIN):
         return ["p", value]
     if isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, int) and not INT64.min <= value <= INT64.max:
             shown = repr(value) if value.bit_length() <= 256 else f"of {value.bit_length()} bits"
-            raise InvalidArgument(f"{path or 'the value'} is {shown}, which does not fit 64 bits; give a float")
+            raise InvalidArgument(
+                f"{path or 'the value'} is {shown}, which does not fit 64 bits; give a float"
+            )
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         leaves.append(Leaf(torch.tensor(value, dtype=dtype), "number", path or "the value"))
         return ["x", len(leaves) - 1]
-    msg = f"{path or 'the value'} is {value if value is None else type(value).__name__}, which is neither a tensor, an array nor a number"
+    msg = (
+        f"{path or 'the value'} is {value if value is None else type(value).__name__}, which is "
+        "neither a tensor, an array nor a number"
+    )
     raise InvalidArgument(msg, hint="give torch.zeros_like(parameter) for a gradient that is None")
 
 
@@ -97,7 +111,9 @@ def _leaf(value: torch.Tensor | np.ndarray[Any, Any] | np.generic[Any], path: st
                 f"{path} is on the meta device and has no values; give it values first, with to_empty()"
             )
         if value.is_quantized:
-            raise InvalidArgument(f"{path} is a quantized tensor; give it as a plain one: tensor.dequantize()")
+            raise InvalidArgument(
+                f"{path} is a quantized tensor; give it as a plain one: tensor.dequantize()"
+            )
         return Leaf(value.detach(), "torch", path)
     array = np.ascontiguousarray(value).reshape(np.shape(value))
     try:
@@ -123,11 +139,14 @@ def put_together(skeleton: Skeleton, values: Sequence[Any]) -> Any:
 
 
 class Plan:
-    """Where each leaf lies in the flat buffers. `transport`: the dtype that wider floating point values travel in. `padding`: buffers
-    are a multiple of so many elements long."""
+    """Where each leaf lies in the flat buffers. `transport`: the dtype that wider floating point values
+    travel in. `padding`: buffers are a multiple of so many elements long."""
 
     def __init__(
-        self, specs: Sequence[tuple[torch.dtype, Sequence[int]]], transport: torch.dtype | None, padding: int = 1
+        self,
+        specs: Sequence[tuple[torch.dtype, Sequence[int]]],
+        transport: torch.dtype | None,
+        padding: int = 1,
     ) -> None:
         self.places: list[tuple[int, int, int]] = []  # (buffer, first, last)
         self.dtypes: list[torch.dtype] = []
@@ -182,7 +201,8 @@ def as_given(form: str, tensor: torch.Tensor) -> Any:
 MEAN, SUM = "MEAN", "SUM"
 CPU = torch.device("cpu")
 REDUCED = frozenset(  # by Gloo and by NCCL
-    getattr(torch, name) for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+    getattr(torch, name)
+    for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 )
 
 
@@ -199,7 +219,9 @@ class Operation(Protocol):
     weight: float
     root: int | None  # of a broadcast, if the caller named it
 
-    def run(self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment) -> Result:
+    def run(
+        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
+    ) -> Result:
         """`weights`: of all members by rank; `root`: who has the group's state. Raises Broken."""
         ...
 
@@ -212,16 +234,30 @@ class AllReduce:
     """Raises InvalidArgument for what cannot be reduced."""
 
     def __init__(
-        self, value: Any, op: str, weight: float, *, reduction: str, transport: torch.dtype | None, buffers: Buffers
+        self,
+        value: Any,
+        op: str,
+        weight: float,
+        *,
+        reduction: str,
+        transport: torch.dtype | None,
+        buffers: Buffers,
     ) -> None:
         self.kind, self.weight = "allreduce", weight
         self.root: int | None = None
-        self._op, self._canonical, self._transport, self._buffers = op, reduction == CANONICAL, transport, buffers
+        self._op, self._canonical, self._transport, self._buffers = (
+            op,
+            reduction == CANONICAL,
+            transport,
+            buffers,
+        )
         self._skeleton, self._leaves = take_apart(value, plain=False)
         for leaf in self._leaves:
             dtype = leaf.tensor.dtype
             if dtype is torch.bool or dtype.is_complex:
-                raise InvalidArgument(f"{leaf.path} is {name_of(dtype)}, which is not reduced; give real numbers")
+                raise InvalidArgument(
+                    f"{leaf.path} is {name_of(dtype)}, which is not reduced; give real numbers"
+                )
             if dtype not in REDUCED:
                 wide = _wider(dtype, op)
                 raise InvalidArgument(
@@ -233,24 +269,35 @@ class AllReduce:
                 )
         if op == MEAN:  # numbers have a mean, whatever they are
             self._leaves = [
-                leaf if leaf.tensor.is_floating_point() else type(leaf)(leaf.tensor.double(), leaf.form, leaf.path)
+                leaf
+                if leaf.tensor.is_floating_point()
+                else type(leaf)(leaf.tensor.double(), leaf.form, leaf.path)
                 for leaf in self._leaves
             ]
         self._specs = [(leaf.tensor.dtype, tuple(leaf.tensor.shape)) for leaf in self._leaves]
-        self.lines = [f"allreduce {op} of {len(self._leaves)} tensors", *(leaf.described() for leaf in self._leaves)]
+        self.lines = [
+            f"allreduce {op} of {len(self._leaves)} tensors",
+            *(leaf.described() for leaf in self._leaves),
+        ]
 
-    def run(self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment) -> Result:  # noqa: ARG002
+    def run(
+        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
+    ) -> Result:  # noqa: ARG002
         size = len(weights)
         plan = Plan(self._specs, self._transport, size if self._canonical else 1)
         device = group.data_device if group is not None else CPU
-        flats = [self._buffers.take(dtype, count, device) for dtype, count in zip(plan.dtypes, plan.sizes, strict=True)]
+        flats = [
+            self._buffers.take(dtype, count, device)
+            for dtype, count in zip(plan.dtypes, plan.sizes, strict=True)
+        ]
         total, largest = sum(weights), max(weights)
         factor = 1.0
         if self._op == SUM:
             scale = 1.0
         elif self._canonical:
             scale = 1.0 if self.weight else 0.0
-        elif torch.float16 in plan.dtypes:  # a sum beyond 65504 would be infinite: each is divided first, as DDP does
+        elif torch.float16 in plan.dtypes:
+            # a sum beyond 65504 would be infinite: each is divided first, as DDP does
             scale = self.weight / total if total else 0.0
         else:  # equal weights add up unscaled, and no weight makes a sum overflow
             scale = self.weight / largest if largest else 0.0
@@ -275,7 +322,8 @@ class AllReduce:
         moment: Moment,
         begun: Callable[[], None],
     ) -> torch.Tensor:
-        """Each member reduces its share of all contributions over the canonical tree, then all get all shares."""
+        """Each member reduces its share of all contributions over the canonical tree, then all get all
+        shares."""
         taken = self._buffers.take(flat.dtype, flat.numel(), flat.device)
         group.scatter_all(flat, taken, moment.left(), begun)
         share = tree(list(taken.view(group.size, -1)), counts).to(flat.dtype)
@@ -294,8 +342,9 @@ class AllReduce:
 
 
 def tree(parts: Sequence[torch.Tensor], counts: Sequence[float] | None) -> torch.Tensor:
-    """The sum of `parts`, or with `counts` their weighted mean, over the canonical tree of trireme_shared.protocol.lanes with one lane for each member.
-    16-bit values are added in float32. `parts` are overwritten."""
+    """The sum of `parts`, or with `counts` their weighted mean, over the canonical tree of
+    trireme_shared.protocol.lanes with one lane for each member. 16-bit values are added in float32. `parts`
+    are overwritten."""
     wide = [part.float() if part.element_size() == 2 and part.is_floating_point() else part for part in parts]
     nodes: list[tuple[torch.Tensor, float]] = list(zip(wide, counts or [1.0] * len(wide), strict=True))
     join: Callable[..., tuple[torch.Tensor, float]] = combine if counts is not None else _added
@@ -306,19 +355,24 @@ def tree(parts: Sequence[torch.Tensor], counts: Sequence[float] | None) -> torch
     return value if count else value.zero_()
 
 
-def _added(left: torch.Tensor, _left: float, right: torch.Tensor, _right: float) -> tuple[torch.Tensor, float]:
+def _added(
+    left: torch.Tensor, _left: float, right: torch.Tensor, _right: float
+) -> tuple[torch.Tensor, float]:
     return left.add_(right), 1.0
 
 
 class Broadcast:
-    """`root` None: whoever has the group's state. What the root gives, all get: others need not have values of the same shape."""
+    """`root` None: whoever has the group's state. What the root gives, all get: others need not have values
+    of the same shape."""
 
     def __init__(self, value: Any, root: int | None) -> None:
         self.kind, self.weight, self.root = "broadcast" if root is not None else STATE, 0.0, root
         self._skeleton, self._leaves = take_apart(value, plain=True)
         self.lines = [f"broadcast from {'the oldest member' if root is None else f'rank {root}'}"]
 
-    def run(self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment) -> Result:  # noqa: ARG002
+    def run(
+        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
+    ) -> Result:  # noqa: ARG002
         source = root if self.root is None else self.root
         mine = group is None or group.rank == source
         text = None
@@ -335,7 +389,8 @@ class Broadcast:
         device = group.data_device if group is not None else CPU
         plan = Plan([(getattr(torch, name), shape) for _, name, shape, _ in forms], None)
         flats = [
-            torch.empty(size, dtype=dtype, device=device) for dtype, size in zip(plan.dtypes, plan.sizes, strict=True)
+            torch.empty(size, dtype=dtype, device=device)
+            for dtype, size in zip(plan.dtypes, plan.sizes, strict=True)
         ]
         if mine:
             plan.pack([leaf.tensor for leaf in self._leaves], flats, 1.0)
@@ -350,7 +405,9 @@ class Broadcast:
         plan = Plan([(getattr(torch, name), shape) for _, name, shape, _ in forms], None)
         outs = [
             torch.empty(
-                shape, dtype=getattr(torch, name), device="cuda" if cuda and torch.cuda.is_available() else "cpu"
+                shape,
+                dtype=getattr(torch, name),
+                device="cuda" if cuda and torch.cuda.is_available() else "cpu",
             )
             for _, name, shape, cuda in forms
         ]
@@ -364,7 +421,9 @@ class Barrier:
         self.kind, self.weight, self.lines = "barrier", 0.0, ["barrier"]
         self.root: int | None = None
 
-    def run(self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment) -> Result:  # noqa: ARG002
+    def run(
+        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
+    ) -> Result:  # noqa: ARG002
         moment.begun()  # what all members said before it began was the barrier
         return Result(done, self.kind, digest(self.lines), flats=[])
 

@@ -1,10 +1,13 @@
-"""Which members of a communicator are dead, and which do not reach each other although all of them reach etcd.
+"""Which members of a communicator are dead, and which do not reach each other although all of them reach
+etcd.
 
-lifeline, until_dead: a connection to each other member, which the kernel closes at its death
-Reach, cut_off: a group that does not come together, or an operation that does not end, for as long as a lease lasts
+lifeline, until_dead: a connection to each other member, which the kernel closes at its death Reach, cut_off:
+a group that does not come together, or an operation that does not end, for as long as a lease lasts
       ─► connect to each other member ─► no answer for as long as a lease lasts ─► told in etcd
-    decider ─► the members with most such ways, the youngest of several, lose their leases ─► an epoch without them
-    who was left out ─► registers anew when it reaches everybody of the epoch; after each time it rests longer before
+    decider ─► the members with most such ways, the youngest of several, lose their leases
+        ─► an epoch without them
+    who was left out ─► registers anew when it reaches everybody of the epoch; after each time it rests longer
+        before
 
 So a partition costs an operation two leases, and not `timeout_s` again and again.
 """
@@ -37,7 +40,8 @@ _held: list[Held] = []  # of this process
 
 
 def _let_go() -> None:
-    """In a forked process. Nothing is shut down, and the descriptors stay taken: their objects close them at some time."""
+    """In a forked process. Nothing is shut down, and the descriptors stay taken: their objects close them at
+    some time."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for server, writers in _held:
         own = [*server.sockets, *(writer.get_extra_info("socket") for writer in writers)]
@@ -53,14 +57,17 @@ os.register_at_fork(after_in_child=_let_go)
 
 @asynccontextmanager
 async def lifeline(host: str, incarnation: str) -> AsyncIterator[int]:
-    """Listen at a free port of `host`, which is yielded. A connection to it tells at once when this process is dead: the kernel closes it,
-    and refuses the next one. Nothing is read from the connections, and nothing secret is said.
+    """Listen at a free port of `host`, which is yielded. A connection to it tells at once when this process
+    is dead: the kernel closes it, and refuses the next one. Nothing is read from the connections, and nothing
+    secret is said.
 
-        member: listens, says who it is, holds the connection          observer: connect ─► its line ─► read until it ends ─┐
-                                                                           ▲        └─ refused, or another process: dead     │
+        member: listens, says who it is, holds the connection          observer: connect ─► its line
+            ─► read until it ends ─┐
+                                                                           ▲        └─ refused, or another
+                                                                               process: dead     │
                                                                            └───────────────────────────────────────────────┘
-    A frozen process, or one behind a broken network, proves nothing: its lease runs out. A forked process lets go of what it has inherited: else
-    the kernel would not close it when the member dies.
+    A frozen process, or one behind a broken network, proves nothing: its lease runs out. A forked process
+    lets go of what it has inherited: else the kernel would not close it when the member dies.
     """
     held: set[asyncio.StreamWriter] = set()
 
@@ -120,14 +127,15 @@ async def until_dead(member: CommunicatorMember) -> None:
             writer.transport.abort()
             with suppress(OSError):
                 await writer.wait_closed()
-        # one that closes each connection at once shall not keep this process busy; one that died just now is found at once
+        # one that closes each connection at once shall not keep this process busy; one that died just now is
+        # found at once
         short = short + 1 if clock.monotonic() - began < PAUSE_S else 0
         await asyncio.sleep(ids.jitter(PAUSE_S) if short > 1 else 0.001)
 
 
 async def reaches(member: CommunicatorMember) -> bool:
-    """Whether a connection to that process is made and answered within CONNECT_S. A refused one counts: then the way is open, and the process is
-    dead, which is proved in another way."""
+    """Whether a connection to that process is made and answered within CONNECT_S. A refused one counts: then
+    the way is open, and the process is dead, which is proved in another way."""
     host, _, port = member.address.rpartition(":")
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -143,7 +151,8 @@ async def reaches(member: CommunicatorMember) -> bool:
 
 
 async def _is_another(reader: asyncio.StreamReader, member: CommunicatorMember) -> bool:
-    """Whether another process than `member` listens there by now. Waits as long as a frozen process says nothing."""
+    """Whether another process than `member` listens there by now. Waits as long as a frozen process says
+    nothing."""
     line = await reader.readline()
     return bool(line) and line.decode("ascii", "replace").strip() != member.incarnation
 
@@ -157,9 +166,11 @@ FORGET_S = 600.0  # who was left out so long ago has not been lately
 log = telemetry.logger("collective.reach")
 
 
-def cut_off(members: Sequence[EpochMember], told: Iterable[Unreached]) -> dict[EpochMember, tuple[EpochMember, ...]]:
-    """Who has to go so that all of `members` (by rank) that stay reach each other, and whom each of them does not reach. One word is enough: a way that is
-    open in one direction makes no group."""
+def cut_off(
+    members: Sequence[EpochMember], told: Iterable[Unreached]
+) -> dict[EpochMember, tuple[EpochMember, ...]]:
+    """Who has to go so that all of `members` (by rank) that stay reach each other, and whom each of them does
+    not reach. One word is enough: a way that is open in one direction makes no group."""
     ways: dict[EpochMember, set[EpochMember]] = {member: set() for member in members}
     for each in told:
         for other in each.members:
@@ -182,14 +193,15 @@ def look_s(count: int) -> float:
 
 
 def words_s(count: int) -> float:
-    """How long after the first of so many members that says whom it does not reach all others have said so, too. Before, a member that nobody reaches
-    looks as those who cannot reach it."""
+    """How long after the first of so many members that says whom it does not reach all others have said so,
+    too. Before, a member that nobody reaches looks as those who cannot reach it."""
     return 2 * look_s(count) + CONNECT_S
 
 
 class Reach:
-    """Of one process. `run` it in a TaskGroup. `own`: its key at present. `stuck_s`: for how long its epoch has made no progress, in seconds; 0: nothing is waited for.
-    `reaches`: whether it can connect to a process now."""
+    """Of one process. `run` it in a TaskGroup. `own`: its key at present. `stuck_s`: for how long its epoch
+    has made no progress, in seconds; 0: nothing is waited for. `reaches`: whether it can connect to a process
+    now."""
 
     def __init__(
         self,
@@ -299,7 +311,9 @@ class Reach:
             if self._told == (lease, unreached) or not (unreached or self._told[1]):
                 return
             record = Unreached(by=self._me, members=unreached)
-            await self._etcd.txn([own.held], [Put(key, record.to_bytes(), lease) if unreached else Delete(key)])
+            await self._etcd.txn(
+                [own.held], [Put(key, record.to_bytes(), lease) if unreached else Delete(key)]
+            )
             self._told = (lease, unreached)
             if unreached:
                 log.warning("unreached", members=[member.member for member in unreached])

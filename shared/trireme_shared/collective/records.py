@@ -1,5 +1,6 @@
-"""What communicators of a job agree on: the settings that all members of a group must have been told alike; and what they keep in etcd: who
-is there, which epoch they are in, and what each has done so far, with a copy of it in each of them.
+"""What communicators of a job agree on: the settings that all members of a group must have been told alike;
+and what they keep in etcd: who is there, which epoch they are in, and what each has done so far, with a copy
+of it in each of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ NATIVE, CANONICAL = "native", "canonical"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Seconds. `host`: the address at which other members reach this process. `transport_dtype`: "": each value's own."""
+    """Seconds. `host`: the address at which other members reach this process. `transport_dtype`: "": each
+    value's own."""
 
     host: str = "127.0.0.1"
     timeout_s: float = 60.0
@@ -48,7 +50,8 @@ class EpochMember(Record):
 
 
 class Epoch(Record):
-    """The members by rank; rank 0 is the oldest. Its id is the revision at which it was written, so none repeats."""
+    """The members by rank; rank 0 is the oldest. Its id is the revision at which it was written, so none
+    repeats."""
 
     members: tuple[EpochMember, ...]
 
@@ -61,7 +64,8 @@ class Trouble(Record):
 
 
 class Unreached(Record):
-    """`by` has not been able to connect to these members of its epoch for as long as a lease lasts, though their leases go on."""
+    """`by` has not been able to connect to these members of its epoch for as long as a lease lasts, though
+    their leases go on."""
 
     by: EpochMember
     members: tuple[EpochMember, ...]
@@ -75,17 +79,18 @@ class LeftOut(Record):
 
 
 class Done(Record):
-    """One operation of the group's history: its number, and the epoch in which it was done. Two members that name the same have the
-    same result of it, and of all before."""
+    """One operation of the group's history: its number, and the epoch in which it was done. Two members that
+    name the same have the same result of it, and of all before."""
 
     number: Int64
     epoch: Int64
 
 
 class Statement(Record):
-    """What a member says before the first operation of an epoch. `manifest`: what has to be equal in all members. `last`, `before`: its
-    last two operations. `gives`: it has the result of `last` still. `has_state`: its model is the group's. `listener`: host and port at
-    which its group accepts connections."""
+    """What a member says before the first operation of an epoch. `manifest`: what has to be equal in all
+    members. `last`, `before`: its last two operations. `gives`: it has the result of `last` still.
+    `has_state`: its model is the group's. `listener`: host and port at which its group accepts
+    connections."""
 
     manifest: dict[Name, Name]
     last: Done
@@ -104,7 +109,8 @@ class Mirror:
 
     etcd --watch--> Mirror.values --change--> every `until` looks again
 
-    `values`: the keys below `prefix` as etcd had them at `revision`, a moment ago. `known`: the first snapshot is there.
+    `values`: the keys below `prefix` as etcd had them at `revision`, a moment ago. `known`: the first
+    snapshot is there.
     """
 
     def __init__(self, etcd: Etcd, prefix: str) -> None:

@@ -1,4 +1,5 @@
-"""What one member has of a communicator: its progress in the group's history, and its session in the epoch under way."""
+"""What one member has of a communicator: its progress in the group's history, and its session in the epoch
+under way."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NOTHING = Done(number=0, epoch=0)  # of a process that was in no epoch yet
 
 
 class Buffers:
-    """Flat buffers that are used again, so that the kernel need not give memory each time. Used by one thread at a time."""
+    """Flat buffers that are used again, so that the kernel need not give memory each time. Used by one thread
+    at a time."""
 
     def __init__(self, kept: int = 2) -> None:
         self._free: dict[tuple[torch.dtype, int, str], list[torch.Tensor]] = {}
@@ -41,8 +43,8 @@ class Buffers:
 
 @dataclass(slots=True)
 class Result:
-    """`flats` None: it is not kept here. `text`: what receivers need to read `flats`. `weight`: the sum of the members' weights. `factor`: the values are
-    to be multiplied by it."""
+    """`flats` None: it is not kept here. `text`: what receivers need to read `flats`. `weight`: the sum of
+    the members' weights. `factor`: the values are to be multiplied by it."""
 
     done: Done
     kind: str = ""
@@ -57,8 +59,9 @@ class Result:
 class Progress:
     """What one member has of the group's history: its last result, kept for those who have not got it.
 
-    No operation begins anywhere before everybody has finished the one before. So members are at most one operation apart when a group breaks:
-    who has the result gives it to the others, and all have the same; if nobody has it, it is done again.
+    No operation begins anywhere before everybody has finished the one before. So members are at most one
+    operation apart when a group breaks: who has the result gives it to the others, and all have the same; if
+    nobody has it, it is done again.
 
     `delivered`: this member's caller knows `last`; else its next call gets it, without any communication.
     """
@@ -103,9 +106,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What follows from all statements of an epoch, the same for all its members. `head`: the last operation that anybody of the group has. `lost`:
-    ranks of those who are not of its history. `behind`: who lacks the result of `head`; `giver` has it. `stateless`: who needs the group's
-    state. `root`: who has it."""
+    """What follows from all statements of an epoch, the same for all its members. `head`: the last operation
+    that anybody of the group has. `lost`: ranks of those who are not of its history. `behind`: who lacks the
+    result of `head`; `giver` has it. `stateless`: who needs the group's state. `root`: who has it."""
 
     head: Done
     lost: frozenset[int]
@@ -122,10 +125,18 @@ class Line:
         if leader is None:  # whoever knew a history has gone: what members begin with now is another one
             return cls(NOTHING, frozenset(), (), 0, everybody, 0)
         told = statements[leader]
-        ahead = [rank for rank, each in enumerate(statements) if each.before == told.last and each.last != told.last]
+        ahead = [
+            rank
+            for rank, each in enumerate(statements)
+            if each.before == told.last and each.last != told.last
+        ]
         head = statements[ahead[0]].last if ahead else told.last
         before = told.last if ahead else told.before
-        lost = {rank for rank, each in enumerate(statements) if each.last not in (head, before) or not each.last.epoch}
+        lost = {
+            rank
+            for rank, each in enumerate(statements)
+            if each.last not in (head, before) or not each.last.epoch
+        }
         behind = [rank for rank, each in enumerate(statements) if rank not in lost and each.last != head]
         givers = [rank for rank, each in enumerate(statements) if each.last == head and each.gives]
         if behind and not givers:  # nobody has it any more: then nobody may have used it
@@ -134,7 +145,9 @@ class Line:
         stateless = lost | {rank for rank, each in enumerate(statements) if not each.has_state}
         roots = [rank for rank in range(len(statements)) if rank not in stateless]
         root = roots[0] if roots else next(rank for rank in range(len(statements)) if rank not in lost)
-        return cls(head, frozenset(lost), tuple(behind), givers[0] if givers else 0, frozenset(stateless), root)
+        return cls(
+            head, frozenset(lost), tuple(behind), givers[0] if givers else 0, frozenset(stateless), root
+        )
 
 
 @dataclass(slots=True)
@@ -143,8 +156,8 @@ class Session:
 
     user's thread:  use ─► operations ─► leave          background:  retire ─► (cut, if somebody has left already) ─► drop
 
-    `group` None: of a single member, or of members that do not fit together (`refused` says why). `stateless`: who needs the group's
-    state, which `root` has.
+    `group` None: of a single member, or of members that do not fit together (`refused` says why).
+    `stateless`: who needs the group's state, which `root` has.
     """
 
     epoch: int

@@ -1,7 +1,9 @@
-"""Columns of CSV files: names by the header, types by the first records of the first file that has any. The master compares files by them
-while it counts, trainers parse with them: all tasks of a job get the same types.
+"""Columns of CSV files: names by the header, types by the first records of the first file that has any. The
+master compares files by them while it counts, trainers parse with them: all tasks of a job get the same
+types.
 
-header, types ─► table(file, rows) ─► Arrow table: int64, uint64, float32, float64, bool, string          a value that does not fit: an error
+header, types ─► table(file, rows) ─► Arrow table: int64, uint64, float32, float64, bool, string
+    a value that does not fit: an error
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class CsvColumns:
             return self._types
 
     def table(self, file: str, raw: RawRecords, names: tuple[str, ...], first: int) -> pa.Table:
-        """Rows as columns of the dataset's types; `first`: number of the first row. Raises DatasetError, with column, value and record, for
-        a value that does not fit."""
+        """Rows as columns of the dataset's types; `first`: number of the first row. Raises DatasetError, with
+        column, value and record, for a value that does not fit."""
         types = self.types()
         chosen = self._dataset.columns or names
         try:
@@ -101,8 +103,13 @@ class CsvColumns:
         names = header.names
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise DatasetError(f"{file} has two columns {twice!r}", hint="rename one, or give column_names", url=file)
-        for option, wanted in (("column_types={…}", self._given), ("columns=(…)", self._dataset.columns or ())):
+            raise DatasetError(
+                f"{file} has two columns {twice!r}", hint="rename one, or give column_names", url=file
+            )
+        for option, wanted in (
+            ("column_types={…}", self._given),
+            ("columns=(…)", self._dataset.columns or ()),
+        ):
             if unknown := [name for name in wanted if name not in names]:
                 msg = f"{file} has no column {unknown[0]!r}; it has {', '.join(names)}"
                 raise DatasetError(msg, hint=f"correct {option} in dataset()", url=file)
@@ -143,9 +150,14 @@ class CsvColumns:
         try:
             return _TYPES[str(dtype_of_numbers(numbers))]
         except Misfit as error:
-            number = [n for n, text in enumerate(texts.column(name).to_pylist()) if text is not None][error.number]
+            number = [n for n, text in enumerate(texts.column(name).to_pylist()) if text is not None][
+                error.number
+            ]
             msg = f"column {name!r}: {file} record {number} has {shown(error.value)}: {error}"
-            hint = 'read it as text: Csv(..., column_types={"name": "string"}), or as "float64", which keeps 15 digits'
+            hint = (
+                'read it as text: Csv(..., column_types={"name": "string"}), or as "float64", which '
+                "keeps 15 digits"
+            )
             raise DatasetError(msg, hint=hint, url=file, column=name) from error
 
     def _parsed(
@@ -158,7 +170,8 @@ class CsvColumns:
         *,
         nulls: bool = False,
     ) -> pa.Table:
-        """`nulls`: what Arrow takes for a missing value is one in columns of text, too. Raises ArrowInvalid, DatasetError."""
+        """`nulls`: what Arrow takes for a missing value is one in columns of text, too. Raises ArrowInvalid,
+        DatasetError."""
         begin = raw.starts[0]
         content = raw.content[begin : raw.ends[-1]] + b"\n"
         table = arrow_csv.read_csv(
@@ -168,7 +181,9 @@ class CsvColumns:
             ),
             parse_options=arrow_csv.ParseOptions(delimiter=self._dataset.delimiter, newlines_in_values=True),
             convert_options=arrow_csv.ConvertOptions(
-                column_types=types, include_columns=[] if chosen == names else list(chosen), strings_can_be_null=nulls
+                column_types=types,
+                include_columns=[] if chosen == names else list(chosen),
+                strings_can_be_null=nulls,
             ),
         )
         if table.num_rows != len(raw):
@@ -194,27 +209,42 @@ class CsvColumns:
                 self._parsed(file, raw, names, {name: kind}, (name,))
             except pa.ArrowInvalid:
                 texts = (
-                    self._parsed(file, raw, names, {name: pa.string()}, (name,), nulls=True).column(name).to_pylist()
+                    self._parsed(file, raw, names, {name: pa.string()}, (name,), nulls=True)
+                    .column(name)
+                    .to_pylist()
                 )
-                number = next((n for n, text in enumerate(texts) if text is not None and not _is(text, kind)), None)
+                number = next(
+                    (n for n, text in enumerate(texts) if text is not None and not _is(text, kind)), None
+                )
                 if number is not None:
                     return self._refused(file, first + number, name, texts[number], kind)
         return DatasetError(f"{file} cannot be read as CSV: {error}", hint="correct the file", url=file)
 
     def _refused(self, file: str, number: int, name: str, value: Any, kind: pa.DataType) -> DatasetError:
         by = "column_types" if name in self._given else self._place
-        msg = f"column {name!r}: {file} record {number} has {shown(value)}, which does not fit {_name(kind)}; the column is that by {by}"
+        msg = (
+            f"column {name!r}: {file} record {number} has {shown(value)}, which does not fit "
+            f"{_name(kind)}; the column is that by {by}"
+        )
         return DatasetError(msg, hint=_HINT, url=file, column=name)
 
     def _check_digits(
-        self, file: str, raw: RawRecords, names: tuple[str, ...], first: int, name: str, column: pa.ChunkedArray
+        self,
+        file: str,
+        raw: RawRecords,
+        names: tuple[str, ...],
+        first: int,
+        name: str,
+        column: pa.ChunkedArray,
     ) -> None:
         """Whole numbers in a column of floats keep all digits. Raises DatasetError."""
         exact = _EXACT32 if column.type == pa.float32() else _EXACT64
         numbers = (chunk.to_numpy(zero_copy_only=False) for chunk in column.chunks)  # NaN where there is none
         if not any((np.abs(each) >= exact).any() for each in numbers):
             return
-        texts = self._parsed(file, raw, names, {name: pa.string()}, (name,), nulls=True).column(name).to_pylist()
+        texts = (
+            self._parsed(file, raw, names, {name: pa.string()}, (name,), nulls=True).column(name).to_pylist()
+        )
         for number, text in enumerate(texts):
             value = None if text is None else _number(text)
             if value is None or abs(value) < exact:

@@ -1,11 +1,13 @@
-"""The files of a dataset, in the order in which its records are numbered: the same for the master and for a trial of a script; and stamps:
-what a file was when its records were counted, so that whoever opens it later knows whether it is still the same.
+"""The files of a dataset, in the order in which its records are numbered: the same for the master and for a
+trial of a script; and stamps: what a file was when its records were counted, so that whoever opens it later
+knows whether it is still the same.
 
     an object of a store ─► size and ETag
-    any other file       ─► size and a digest of its content: all of it up to WHOLE_BYTES, else its head, its tail and blocks between
+    any other file       ─► size and a digest of its content: all of it up to WHOLE_BYTES, else its head, its
+        tail and blocks between
 
-Times of change are in no stamp: hosts have copies of their own, and a copy has its own time. So a large file that is overwritten in
-place by as many bytes, alike in head, tail and all sampled blocks, keeps its stamp.
+Times of change are in no stamp: hosts have copies of their own, and a copy has its own time. So a large file
+that is overwritten in place by as many bytes, alike in head, tail and all sampled blocks, keeps its stamp.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def files_of(dataset: Dataset) -> list[str]:
 
 
 def from_first_file(dataset: Dataset, read: Callable[[str], Sequence[T]]) -> tuple[str, Sequence[T]]:
-    """(file, what `read(file)` gives) of the first file that gives any; ("", ()) if there is none. Raises DatasetError if no file matches,
-    and what `read` raises, but for files without a record."""
+    """(file, what `read(file)` gives) of the first file that gives any; ("", ()) if there is none. Raises
+    DatasetError if no file matches, and what `read` raises, but for files without a record."""
     for file in files_of(dataset):
         try:
             found = read(file)
@@ -74,7 +76,10 @@ def arrow_files(folder: str, split: str | None) -> list[str]:
         state = _json(files.join(folder, "state.json"))
         if state is None:
             msg = f"{folder} is no saved dataset: it has no state.json"
-            hint = "give a folder that dataset.save_to_disk(folder) wrote; Parquet files of a hub's dataset are read by Parquet"
+            hint = (
+                "give a folder that dataset.save_to_disk(folder) wrote; Parquet files of a hub's "
+                "dataset are read by Parquet"
+            )
             raise DatasetError(msg, hint=hint, url=folder)
         if state.get("_indices_data_files") or state.get("_indices_files"):
             msg = f"{folder} was saved with an order of rows beside them"
@@ -110,7 +115,8 @@ class ImageListing:
 
 
 def list_images(root: str) -> ImageListing:
-    """About 150 bytes an image. Raises DatasetError if there are no folders with images, or more than MOST_IMAGES."""
+    """About 150 bytes an image. Raises DatasetError if there are no folders with images, or more than
+    MOST_IMAGES."""
     with files.reading(root, "a folder of images"):
         found = [name for name in files.below(root) if name.lower().endswith(SUFFIXES) and "/" in name]
     if not found:
@@ -120,7 +126,8 @@ def list_images(root: str) -> ImageListing:
         msg = f"{root} has {len(found)} images; each trainer lists at most {MOST_IMAGES}"
         raise DatasetError(msg, hint="pack them into tar files: trireme.data.WebDataset", url=root)
     order = sorted(
-        (hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), name) for name in found
+        (hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), name)
+        for name in found
     )
     whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for hashed, _ in order:
@@ -144,14 +151,18 @@ KNOWN_FILES = 1 << 16
 
 
 def stamp_of(url: str) -> str:
-    """The stamp of a file; "" if there is no such file (a user's reader may be given anything). Raises what `files.reading` does."""
+    """The stamp of a file; "" if there is no such file (a user's reader may be given anything). Raises what
+    `files.reading` does."""
     with files.reading(url, "a file"):
         try:
             size, tag = files.size_and_tag(url)
             if tag:
                 return f"{size} etag {tag}"
             with files.open_read(url) as source:
-                return f"{size} content {_digest(source, size, BLOCKS if files.local_path(url) else REMOTE_BLOCKS)}"
+                return (
+                    f"{size} content "
+                    f"{_digest(source, size, BLOCKS if files.local_path(url) else REMOTE_BLOCKS)}"
+                )
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return ""
 
@@ -162,7 +173,8 @@ def joined_stamps(stamps: list[str]) -> str:
 
 
 class CountedFiles:
-    """Compares files of one dataset with their stamps. Its methods block, and may be called from several threads."""
+    """Compares files of one dataset with their stamps. Its methods block, and may be called from several
+    threads."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -170,7 +182,8 @@ class CountedFiles:
         self._lock = Lock()
 
     def difference(self, file: str, stamp: str) -> DatasetError | None:
-        """What to tell if `file` is not the one with this stamp. A file that was looked at and has not changed since is not read again."""
+        """What to tell if `file` is not the one with this stamp. A file that was looked at and has not
+        changed since is not read again."""
         if not stamp or isinstance(self._dataset, ImageFolder):
             return None
         together = self._together(file)
@@ -200,14 +213,20 @@ class CountedFiles:
 
 
 def _differs(file: str, counted: str, found: str) -> DatasetError:
-    msg = f"{file} is not the file whose records were counted when the job began: it is {_said(found)}, counted was {_said(counted)}"
+    msg = (
+        f"{file} is not the file whose records were counted when the job began: it is {_said(found)}, "
+        f"counted was {_said(counted)}"
+    )
     hint = "put the counted file back and start the job again, or start a new job for the new file"
     return DatasetError(msg, hint=hint, url=file, counted=counted, found=found)
 
 
 def _said(stamp: str) -> str:
     size, kind, digest = stamp.split(" ", 2)
-    return f"{size} {'files' if kind == 'files' else 'bytes'} with {'ETag' if kind == 'etag' else 'digest'} {digest}"
+    return (
+        f"{size} {'files' if kind == 'files' else 'bytes'} with "
+        f"{'ETag' if kind == 'etag' else 'digest'} {digest}"
+    )
 
 
 def _digest(source: BinaryIO, size: int, blocks: int) -> str:
@@ -217,7 +236,11 @@ def _digest(source: BinaryIO, size: int, blocks: int) -> str:
         return whole.hexdigest()
     between = size - 2 * END_BYTES - BLOCK_BYTES
     places = [END_BYTES + between * number // max(blocks - 1, 1) for number in range(blocks)]
-    for place, count in ((0, END_BYTES), *((place, BLOCK_BYTES) for place in places), (size - END_BYTES, END_BYTES)):
+    for place, count in (
+        (0, END_BYTES),
+        *((place, BLOCK_BYTES) for place in places),
+        (size - END_BYTES, END_BYTES),
+    ):
         source.seek(place)
         whole.update(source.read(count))
     return whole.hexdigest()

@@ -1,9 +1,11 @@
-r"""Where records begin and end in line formats: one scanner for the master, which counts, and the trainer, which reads their bytes (`read_raw`).
+r"""Where records begin and end in line formats: one scanner for the master, which counts, and the trainer,
+which reads their bytes (`read_raw`).
 
-    bytes --feed--> (starts, ends) of the records that ended --finish--> the last one, if the file has no final line break
+    bytes --feed--> (starts, ends) of the records that ended --finish--> the last one, if the file has no
+        final line break
 
-A record is a line without its b"\n"; in CSV a line break between quotes belongs to the record. Blank lines are records of
-TextLines only.
+A record is a line without its b"\n"; in CSV a line break between quotes belongs to the record. Blank lines
+are records of TextLines only.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class RecordScanner:
-    """Feed it a file's bytes from the start of a record on, in pieces of any size. Offsets count from the file's start.
+    """Feed it a file's bytes from the start of a record on, in pieces of any size. Offsets count from the
+    file's start.
 
-    Raises DatasetError for a quote inside an unquoted CSV field, or one that is never closed: record boundaries would
-    be a guess.
+    Raises DatasetError for a quote inside an unquoted CSV field, or one that is never closed: record
+    boundaries would be a guess.
     """
 
     def __init__(self, dataset: Lines, file: str, start: int = 0) -> None:
@@ -89,7 +92,8 @@ class RecordScanner:
     def _with_content(
         self, chunk: bytes, array: npt.NDArray[np.uint8], newlines: npt.NDArray[np.intp]
     ) -> npt.NDArray[np.bool_]:
-        """Which of the lines that end in this chunk are not blank. Only lines that begin with white space are checked."""
+        """Which of the lines that end in this chunk are not blank. Only lines that begin with white space are
+        checked."""
         keep = np.ones(len(newlines), dtype=np.bool_)
         keep[0] = self._record_has_content or self._has_content(chunk[: int(newlines[0])])
         firsts = array[newlines[:-1] + 1]
@@ -97,8 +101,11 @@ class RecordScanner:
             keep[line + 1] = self._has_content(chunk[int(newlines[line]) + 1 : int(newlines[line + 1])])
         return keep
 
-    def _outside_quotes(self, array: npt.NDArray[np.uint8], newlines: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """The line breaks that end a record: those with an even number of quotes before them. Updates `_in_quotes`."""
+    def _outside_quotes(
+        self, array: npt.NDArray[np.uint8], newlines: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.intp]:
+        """The line breaks that end a record: those with an even number of quotes before them. Updates
+        `_in_quotes`."""
         quotes = np.flatnonzero(array == _QUOTE)
         carry = int(self._in_quotes)
         if len(quotes):
@@ -108,7 +115,9 @@ class RecordScanner:
                 before[0] = self._last_byte
             wrong = opening[~self._before_quote[before]]
             if len(wrong):
-                msg = f"{self._file}: byte {self._position + int(wrong[0])} is a quote inside an unquoted field"
+                msg = (
+                    f"{self._file}: byte {self._position + int(wrong[0])} is a quote inside an unquoted field"
+                )
                 hint = 'quote the whole field and write its quotes twice: "5"" disk" (RFC 4180)'
                 raise DatasetError(msg, hint=hint, url=self._file)
             self._in_quotes = bool((len(quotes) + carry) % 2)
@@ -138,7 +147,9 @@ def refuse_archive(path: str) -> None:
     """Raises DatasetError for the name of a file that holds files."""
     if path.endswith(ARCHIVES):
         msg = f"{path} is an archive of files, not lines"
-        raise DatasetError(msg, hint="unpack it; single files may be compressed as .gz .bz2 .xz .zst", url=path)
+        raise DatasetError(
+            msg, hint="unpack it; single files may be compressed as .gz .bz2 .xz .zst", url=path
+        )
 
 
 FIRST_CHUNK_BYTES = 64 << 10

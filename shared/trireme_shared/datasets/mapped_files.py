@@ -1,7 +1,9 @@
-"""Files of which only what is used is read: arrays in .npy files, and Arrow files in the streaming format, as HF `datasets` saves them.
+"""Files of which only what is used is read: arrays in .npy files, and Arrow files in the streaming format, as
+HF `datasets` saves them.
 
-numpy parses a head with `ast`. CPython 3.11 counts nested nodes for all threads together, so a parse sometimes fails with a
-SystemError while another thread parses (python/cpython#106905). Therefore only one head is parsed at a time.
+numpy parses a head with `ast`. CPython 3.11 counts nested nodes for all threads together, so a parse
+sometimes fails with a SystemError while another thread parses (python/cpython#106905). Therefore only one
+head is parsed at a time.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def mapped_npy(path: Path) -> npt.NDArray[Any]:
 
 
 def read_arrow(file: str) -> pa.Table:
-    """The rows of a file. A remote one is copied into a temporary file without a name first. Raises DatasetError, which names the
-    record before which the file is damaged or cut off."""
+    """The rows of a file. A remote one is copied into a temporary file without a name first. Raises
+    DatasetError, which names the record before which the file is damaged or cut off."""
     import pyarrow as pa  # noqa: PLC0415  only where it is needed
 
     with files.reading(file, "Arrow"):

@@ -24,7 +24,8 @@ _EXACT32, _EXACT64 = float(1 << 24), float(1 << 53)
 
 
 class Misfit(ValueError):
-    """`value`, number `number` of a column, cannot be held by `dtype` (None: by none of the rule's) without loss."""
+    """`value`, number `number` of a column, cannot be held by `dtype` (None: by none of the rule's) without
+    loss."""
 
     def __init__(self, value: Any, dtype: DType | None, number: int = 0, why: str = "") -> None:
         super().__init__(why or f"{shown(value)} does not fit {dtype}")
@@ -46,7 +47,10 @@ def without_objects(values: Sequence[Any]) -> list[Any]:
     """Arrays of Python objects as lists: their numbers are Python's."""
     if np.ndarray not in set(map(type, values)):
         return list(values)
-    return [value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value for value in values]
+    return [
+        value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
+        for value in values
+    ]
 
 
 def dtype_of_numbers(numbers: Iterable[bool | float]) -> DType:
@@ -67,8 +71,8 @@ def dtype_of_numbers(numbers: Iterable[bool | float]) -> DType:
 
 
 def common_dtype(values: Sequence[Any]) -> DType | None:
-    """The dtype of a column with these values, arrays among them. None: not all of them are numbers. Raises Misfit; what a value's
-    `__array__` raises."""
+    """The dtype of a column with these values, arrays among them. None: not all of them are numbers. Raises
+    Misfit; what a value's `__array__` raises."""
     values = without_objects(values)
     if set(map(type, values)) <= _SCALARS:
         return dtype_of_numbers(values)
@@ -88,7 +92,8 @@ def common_dtype(values: Sequence[Any]) -> DType | None:
 
 
 def dtype_of_values(values: Iterable[Any]) -> DType | None:
-    """As `dtype_of_numbers`, of Python numbers and lists of them. None: there is something else among them."""
+    """As `dtype_of_numbers`, of Python numbers and lists of them. None: there is something else among
+    them."""
     numbers: list[bool | float] = []
     for value in values:
         if isinstance(value, bool | int | float):
@@ -109,8 +114,8 @@ def dtype_of_values(values: Iterable[Any]) -> DType | None:
 
 
 def fitted(value: Any, dtype: DType) -> npt.NDArray[Any]:
-    """A number, or an array or list of numbers, with this dtype and all its digits: whole numbers stay the same, and fractions are
-    rounded as the dtype rounds them. Raises Misfit, TypeError, ValueError."""
+    """A number, or an array or list of numbers, with this dtype and all its digits: whole numbers stay the
+    same, and fractions are rounded as the dtype rounds them. Raises Misfit, TypeError, ValueError."""
     if isinstance(value, np.ndarray | np.generic) or not is_python(value):
         array = np.asarray(value)
         if array.dtype == dtype or np.can_cast(array.dtype, dtype, "safe"):
@@ -120,7 +125,9 @@ def fitted(value: Any, dtype: DType) -> npt.NDArray[Any]:
     if made is None:
         raise Misfit(value, dtype)
     array = made
-    if array.dtype.kind in "fO" and (dtype.kind != "f" or array.dtype == object or _magnitude(array) >= _EXACT32):
+    if array.dtype.kind in "fO" and (
+        dtype.kind != "f" or array.dtype == object or _magnitude(array) >= _EXACT32
+    ):
         return _fitted_one_by_one(value, dtype)
     if array.dtype.kind in "iu":
         return _whole(array, value, dtype)
@@ -132,7 +139,8 @@ def fitted(value: Any, dtype: DType) -> npt.NDArray[Any]:
 
 
 def column_of(values: list[Any], dtype: DType) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
-    """All values with this dtype: one array, or a list of arrays if their shapes differ. Raises Misfit with the value's number."""
+    """All values with this dtype: one array, or a list of arrays if their shapes differ. Raises Misfit with
+    the value's number."""
     values = without_objects(values)
     kinds = set(map(type, values))
     if kinds <= _SCALARS:
@@ -151,7 +159,8 @@ def column_of(values: list[Any], dtype: DType) -> npt.NDArray[Any] | list[npt.ND
 
 
 def digits_lost(value: float) -> bool:
-    """Whether float32 loses digits of a number that is above 2**24: its shortest decimal becomes another one."""
+    """Whether float32 loses digits of a number that is above 2**24: its shortest decimal becomes another
+    one."""
     if abs(value) < _EXACT32 or not np.isfinite(value):
         return False
     with np.errstate(over="ignore"):
@@ -160,7 +169,9 @@ def digits_lost(value: float) -> bool:
 
 def check_float32(values: npt.NDArray[np.float64]) -> None:
     """Raises Misfit for the first whole number that float32 would change."""
-    suspicious = np.flatnonzero((np.abs(values) >= _EXACT32) & np.isfinite(values) & (values == np.floor(values)))
+    suspicious = np.flatnonzero(
+        (np.abs(values) >= _EXACT32) & np.isfinite(values) & (values == np.floor(values))
+    )
     for number in suspicious:
         if digits_lost(float(values[number])):
             raise Misfit(float(values[number]), FLOAT32, int(number))
@@ -168,7 +179,11 @@ def check_float32(values: npt.NDArray[np.float64]) -> None:
 
 def _float_for(values: list[bool | float]) -> DType:
     for number, value in enumerate(values):
-        if isinstance(value, int) and abs(value) >= _EXACT64 and (value >> 1024 or int(float(value)) != value):
+        if (
+            isinstance(value, int)
+            and abs(value) >= _EXACT64
+            and (value >> 1024 or int(float(value)) != value)
+        ):
             why = f"{value} stands beside numbers with a fraction, and no float keeps all its digits"
             raise Misfit(value, None, number, why)
     return FLOAT64 if any(digits_lost(float(value)) for value in values) else FLOAT32
@@ -182,7 +197,9 @@ def _whole(array: npt.NDArray[Any], value: Any, dtype: DType) -> npt.NDArray[Any
         raise Misfit(value, dtype)
     changed = array.astype(dtype)
     back = (
-        changed.astype(object) if changed.dtype.kind in "iu" else np.array([int(x) for x in changed.flat], dtype=object)
+        changed.astype(object)
+        if changed.dtype.kind in "iu"
+        else np.array([int(x) for x in changed.flat], dtype=object)
     )
     wrong = np.flatnonzero(back.ravel() != array.astype(object).ravel())
     if len(wrong):

@@ -1,10 +1,14 @@
-"""The random generators that a script's code shares with all other code of its process: torch's, NumPy's and Python's own.
+"""The random generators that a script's code shares with all other code of its process: torch's, NumPy's and
+Python's own.
 
-A script must get the same numbers in every process of its job, and must not change the numbers of others. So its code runs
+A script must get the same numbers in every process of its job, and must not change the numbers of others. So
+its code runs
 
-    with seeded(seed): script's code        no other thread of the process draws meanwhile; afterwards the generators are as they were
+    with seeded(seed): script's code        no other thread of the process draws meanwhile; afterwards the
+                                            generators are as they were
 
-This module does not import torch: the master, which counts records, does without it unless the script imports it.
+This module does not import torch: the master, which counts records, does without it unless the script imports
+it.
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ from trireme_shared.protocol.lanes import step_seed
 
 T = TypeVar("T")
 
-#: The seed of torch's generator when a process starts. A script is imported with it, in jobs as by `python script.py`.
+#: The seed of torch's generator when a process starts. A script is imported with it, in jobs as by `python
+# script.py`.
 START_SEED = 67280421310721
 
-#: Held while code draws whose numbers matter: a forward pass in the compute thread, a record in a reader's thread.
+#: Held while code draws whose numbers matter: a forward pass in the compute thread, a record in a reader's
+# thread.
 ALONE = RLock()
 
 
@@ -39,7 +45,8 @@ def seed_of(seed: int, *names: str | int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Generators:
-    """The states of all of them. `host`, `devices`: of torch; None and () while nobody has imported it, or uses CUDA."""
+    """The states of all of them. `host`, `devices`: of torch; None and () while nobody has imported it, or
+    uses CUDA."""
 
     host: Any
     devices: tuple[Any, ...]
@@ -50,7 +57,9 @@ class Generators:
     def now(cls) -> Generators:
         torch = _torch()
         host = torch.get_rng_state() if torch is not None else None
-        devices = tuple(torch.cuda.get_rng_state_all()) if torch is not None and torch.cuda.is_initialized() else ()
+        devices = (
+            tuple(torch.cuda.get_rng_state_all()) if torch is not None and torch.cuda.is_initialized() else ()
+        )
         return cls(host, devices, random.getstate(), _numpy().random.get_state(legacy=False))
 
     def restore(self) -> None:
@@ -63,10 +72,12 @@ class Generators:
         _numpy().random.set_state(self.numpy)
 
     def differs(self) -> str:
-        """The first generator whose state is another one now: `torch`, `numpy.random` or `random`; "" if none is."""
+        """The first generator whose state is another one now: `torch`, `numpy.random` or `random`; "" if none
+        is."""
         now = Generators.now()
         if self.host is not None and not (
-            self.host.equal(now.host) and all(a.equal(b) for a, b in zip(self.devices, now.devices, strict=False))
+            self.host.equal(now.host)
+            and all(a.equal(b) for a, b in zip(self.devices, now.devices, strict=False))
         ):
             return "torch"
         if self.python != now.python:
@@ -88,15 +99,16 @@ def seed_everything(seed: int) -> None:
     if torch is not None and _has_accelerator():
         torch.manual_seed(seed)
     elif torch is not None:
-        torch.default_generator.manual_seed(seed)  # as torch.manual_seed, which asks for devices each time: 0.5 ms
+        # as torch.manual_seed, which asks for devices each time: 0.5 ms
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     _numpy().random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
 def undisturbed(*, alone: bool = True) -> Iterator[None]:
-    """After the block all generators are as they were. `alone`: no other thread draws meanwhile; not in a process that works for several jobs, none
-    of which may wait for the code of another."""
+    """After the block all generators are as they were. `alone`: no other thread draws meanwhile; not in a
+    process that works for several jobs, none of which may wait for the code of another."""
     with ALONE if alone else nullcontext():
         before = Generators.now()
         try:

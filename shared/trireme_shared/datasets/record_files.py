@@ -1,13 +1,17 @@
-"""Files that hold records as they are: TFRecord; RecordIO, the format of PaddlePaddle's and ElasticDL's data; and WebDataset's tars. Where
-records are is for the master, which counts; what they hold is for the trainer.
+"""Files that hold records as they are: TFRecord; RecordIO, the format of PaddlePaddle's and ElasticDL's data;
+and WebDataset's tars. Where records are is for the master, which counts; what they hold is for the trainer.
 
 TFRecord   frames: length (8 bytes), its masked CRC-32C (4), the record, its masked CRC-32C (4)
 RecordIO   chunks: a head of 20 bytes, then records, which may be compressed
-               head: magic 0x01020304, CRC-32 of the content, compressor (0 none, 1 Snappy, 2 gzip), bytes of the content, records
+               head: magic 0x01020304, CRC-32 of the content, compressor (0 none, 1 Snappy, 2 gzip), bytes of
+               the content, records
                content: length (4 bytes) and bytes of each record           all numbers little-endian
-tars       a record is the files of one key that follow each other: `a/0001.seg.png` has the key `a/0001` and the column `seg.png`.
-           source --tar_records(from a record's byte)--> TarRecord(key, start, members)        contents are read by their places
-           Their headers are read here, since `tarfile` takes a damaged header in the middle for the archive's end.
+tars       a record is the files of one key that follow each other: `a/0001.seg.png` has the key `a/0001` and
+    the column `seg.png`.
+           source --tar_records(from a record's byte)--> TarRecord(key, start, members)
+               contents are read by their places
+           Their headers are read here, since `tarfile` takes a damaged header in the middle for the archive's
+           end.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ def masked(crc: int) -> int:
 
 
 def tf_record_starts(source: BinaryIO, file: str) -> Iterator[int]:
-    """The byte at which each frame starts. Raises DatasetError for a damaged or cut off one; records themselves are not checked."""
+    """The byte at which each frame starts. Raises DatasetError for a damaged or cut off one; records
+    themselves are not checked."""
     position = 0
     while (length := _length(source, file, position)) is not None:
         yield position
@@ -70,7 +75,9 @@ def _length(source: BinaryIO, file: str, position: int) -> int | None:
     length, checksum = _FRAME_HEAD.unpack(head)
     if masked(crc32c(head[:8])) != checksum:
         what = (
-            "the checksum of its length differs" if position else "it is no TFRecord file, or its beginning is damaged"
+            "the checksum of its length differs"
+            if position
+            else "it is no TFRecord file, or its beginning is damaged"
         )
         raise _damaged_frame(file, position, what)
     return int(length)
@@ -114,7 +121,8 @@ def record_io_chunks(source: BinaryIO, file: str) -> Iterator[Chunk]:
 
 
 def record_io_records(source: BinaryIO, file: str, chunk: Chunk) -> list[bytes]:
-    """The records of one chunk. Raises DatasetError if its checksum differs, or the records do not fill it."""
+    """The records of one chunk. Raises DatasetError if its checksum differs, or the records do not fill
+    it."""
     source.seek(chunk.start)
     head = _head(source, file, chunk.start)
     if head is None:
@@ -155,8 +163,8 @@ def _plain(content: bytes, compressor: int) -> bytes:
 
 
 def _unframed(content: bytes) -> bytes:
-    """Snappy's framing format: chunks of a type byte, 3 bytes of length, and content that begins with 4 bytes of checksum (the whole
-    is covered by the RecordIO chunk's own)."""
+    """Snappy's framing format: chunks of a type byte, 3 bytes of length, and content that begins with 4 bytes
+    of checksum (the whole is covered by the RecordIO chunk's own)."""
     import pyarrow as pa  # noqa: PLC0415  only where it is needed
 
     pieces, position = [], 0
@@ -229,7 +237,8 @@ class TarRecord:
 
 
 def tar_records(source: BinaryIO, file: str, position: int = 0) -> Iterator[TarRecord]:
-    """The records from byte `position` on. Raises DatasetError for a damaged or cut off archive, or a key with two files of one column."""
+    """The records from byte `position` on. Raises DatasetError for a damaged or cut off archive, or a key
+    with two files of one column."""
     record: TarRecord | None = None
     for member in tar_members(source, file, position):
         parts = _KEY.match(member.name)
@@ -249,7 +258,8 @@ def tar_records(source: BinaryIO, file: str, position: int = 0) -> Iterator[TarR
 
 
 def tar_members(source: BinaryIO, file: str, position: int = 0) -> Iterator[Member]:
-    """The regular files from byte `position` on, which is that of a header. `source` may be moved between two of them."""
+    """The regular files from byte `position` on, which is that of a header. `source` may be moved between two
+    of them."""
     start, long_name, long_size = position, "", -1
     while True:
         source.seek(position)
@@ -270,7 +280,9 @@ def tar_members(source: BinaryIO, file: str, position: int = 0) -> Iterator[Memb
                 long_size = int(extended.get("size", long_size))
                 continue
             case tarfile.GNUTYPE_LONGNAME:
-                long_name = _content(source, file, data, header.size).rstrip(b"\0").decode("utf-8", "surrogateescape")
+                long_name = (
+                    _content(source, file, data, header.size).rstrip(b"\0").decode("utf-8", "surrogateescape")
+                )
                 continue
             case tarfile.XGLTYPE | tarfile.GNUTYPE_LONGLINK:
                 continue

@@ -1,8 +1,10 @@
-"""The modules beside a user's script, found as `python script.py` finds them: before ours, those of libraries, and the standard library's;
-and the objects of them that a dataset names: a `Custom` reader, MapStyle and IterableStyle datasets.
+"""The modules beside a user's script, found as `python script.py` finds them: before ours, those of
+libraries, and the standard library's; and the objects of them that a dataset names: a `Custom` reader,
+MapStyle and IterableStyle datasets.
 
-A process of ours has imported many modules before it runs the script, and they stay in sys.modules for whoever uses them. Where a
-module of the script's folder has the name of one of them, modules of the folder get the folder's by an `__import__` of their own.
+A process of ours has imported many modules before it runs the script, and they stay in sys.modules for
+whoever uses them. Where a module of the script's folder has the name of one of them, modules of the folder
+get the folder's by an `__import__` of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class ScriptFolder:
         return f"<ScriptFolder {self._path}: {', '.join(sorted(self.names))}>"
 
     def prepare(self, module: ModuleType) -> None:
-        """Look for what `module` imports in this folder first: call it before a module of the folder is executed."""
+        """Look for what `module` imports in this folder first: call it before a module of the folder is
+        executed."""
         if self.names:
             vars(module)["__builtins__"] = self._builtins
 
@@ -81,7 +84,11 @@ class ScriptFolder:
         level: int = 0,
     ) -> ModuleType:
         """In place of the built-in `__import__`, for modules of this folder."""
-        full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__")) if level else name
+        full = (
+            importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__"))
+            if level
+            else name
+        )
         first = full.partition(".")[0]
         if not self.has(full) and (first in sys.modules or first not in _modules_in(self._path)):
             return __import__(name, globals, locals, fromlist or (), level)
@@ -103,7 +110,8 @@ class ScriptFolder:
 
 
 def enter(folder: Path, *, first: bool = True) -> ScriptFolder:
-    """Make the modules of a script's folder importable here. `first`: the folder comes first on sys.path, as where the script runs, else last."""
+    """Make the modules of a script's folder importable here. `first`: the folder comes first on sys.path, as
+    where the script runs, else last."""
     path = str(folder)
     for name in OURS:  # else they would be looked for in the script's folder later
         if importlib.util.find_spec(name) is not None:
@@ -117,20 +125,23 @@ def enter(folder: Path, *, first: bool = True) -> ScriptFolder:
 
 
 def import_named(name: str) -> ModuleType:
-    """The module that a script's `import name` finds, by the folders that were entered here. Raises ImportError."""
+    """The module that a script's `import name` finds, by the folders that were entered here. Raises
+    ImportError."""
     mine = next((folder for path, folder in _folders.items() if path in sys.path and folder.has(name)), None)
     return mine.load(name) if mine is not None else importlib.import_module(name)
 
 
 def _modules_in(path: str) -> set[str]:
-    """The modules and packages of a folder. A folder without __init__.py is found after all modules of its name, in plain Python, too."""
+    """The modules and packages of a folder. A folder without __init__.py is found after all modules of its
+    name, in plain Python, too."""
     return {each.stem for each in Path(path).glob("*.py") if each.name != "__init__.py"} | {
         each.parent.name for each in Path(path).glob("*/__init__.py")
     }
 
 
 def _is_taken(name: str, path: str) -> bool:
-    """Whether this process has another module of that name. What is built into the interpreter is found before the script's folder."""
+    """Whether this process has another module of that name. What is built into the interpreter is found
+    before the script's folder."""
     if name in sys.builtin_module_names or FrozenImporter.find_spec(name) is not None:
         return False
     there = sys.modules.get(name)
@@ -149,25 +160,28 @@ class CustomReader(Protocol):
 
 
 def find_beside(script: str) -> None:
-    """Makes modules in the script's folder importable here, as they are where the script runs; the script itself too. Last on
-    sys.path: they must not shadow what this process imports later."""
+    """Makes modules in the script's folder importable here, as they are where the script runs; the script
+    itself too. Last on sys.path: they must not shadow what this process imports later."""
     enter(Path(script).parent, first=False)
 
 
 def load_custom(reader: str, beside: Path | None = None) -> CustomReader:
-    """The reader that `pkg.mod:name` names; `beside`: see `load_named`. Raises DatasetError if it cannot be imported or lacks count or
-    read."""
+    """The reader that `pkg.mod:name` names; `beside`: see `load_named`. Raises DatasetError if it cannot be
+    imported or lacks count or read."""
     found = load_named(reader, beside)
     missing = [method for method in ("count", "read") if not callable(getattr(found, method, None))]
     if missing:
         msg = f"the reader {reader} has no method {missing[0]!r}"
-        raise DatasetError(msg, hint="define count(url) -> int and read(url, first, count) -> iterator of dicts")
+        raise DatasetError(
+            msg, hint="define count(url) -> int and read(url, first, count) -> iterator of dicts"
+        )
     return found  # type: ignore[no-any-return]
 
 
 def load_named(reader: str, beside: Path | None = None) -> Any:
-    """The object that `pkg.mod:name` names. A module that lies in the folder `beside` is executed for this call alone: a process that
-    counts for many jobs may meet several of one name. Raises DatasetError if it cannot be imported."""
+    """The object that `pkg.mod:name` names. A module that lies in the folder `beside` is executed for this
+    call alone: a process that counts for many jobs may meet several of one name. Raises DatasetError if it
+    cannot be imported."""
     module_name, _, name = reader.partition(":")
     own = beside / f"{module_name}.py" if beside is not None else None
     try:
@@ -180,12 +194,14 @@ def load_named(reader: str, beside: Path | None = None) -> Any:
         msg = f"the reader {reader} cannot be imported: {type(error).__name__}: {error}"
         raise DatasetError(
             msg,
-            hint="put it beside the script, install its package, or put its folder on PYTHONPATH of master and trainers",
+            hint="put it beside the script, install its package, or put its folder on PYTHONPATH of "
+            "master and trainers",
         ) from error
 
 
 def _executed(path: Path) -> ModuleType:
-    """Stays in sys.modules under a name of its own, since classes and dataclasses look for their module there."""
+    """Stays in sys.modules under a name of its own, since classes and dataclasses look for their module
+    there."""
     name = f"trireme_script_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -200,13 +216,15 @@ def _executed(path: Path) -> ModuleType:
     return module
 
 
-#: What functions and classes have made in this process, and with which seed. An object that several readers use is made once.
+#: What functions and classes have made in this process, and with which seed. An object that several readers
+# use is made once.
 _made: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 
 def make(maker: Callable[[], Any], seed: int, *, alone: bool = True) -> Any:
-    """What `maker()` returns, with the random numbers that `seed` gives: the same in each process, and each time. It is called once in a process for
-    each seed, unless what it returns can be used once only (a generator)."""
+    """What `maker()` returns, with the random numbers that `seed` gives: the same in each process, and each
+    time. It is called once in a process for each seed, unless what it returns can be used once only (a
+    generator)."""
     keeps = alone and isinstance(
         maker, type | FunctionType
     )  # a process of several jobs would keep the objects of all of them
@@ -226,7 +244,8 @@ def made_objects() -> dict[str, Any]:
 
 
 def load_object(dataset: MapStyle | IterableStyle, beside: Path | None = None, seed: int = 0) -> Any:
-    """What the name stands for; a function or class is called, see `make`. `beside`: see `load_named`. `seed`: of the job. Raises DatasetError."""
+    """What the name stands for; a function or class is called, see `make`. `beside`: see `load_named`.
+    `seed`: of the job. Raises DatasetError."""
     found = load_named(dataset.reader, beside)
     needed = ("__getitem__",) if isinstance(dataset, MapStyle) else ("__iter__",)
     if isinstance(found, type) or (callable(found) and not all(hasattr(found, name) for name in needed)):
@@ -236,7 +255,9 @@ def load_object(dataset: MapStyle | IterableStyle, beside: Path | None = None, s
             if is_interrupt(error):
                 raise
             msg = f"{dataset.reader}() failed: {type(error).__name__}: {error}"
-            raise DatasetError(msg, hint="correct the function that makes the dataset", url=dataset.reader) from error
+            raise DatasetError(
+                msg, hint="correct the function that makes the dataset", url=dataset.reader
+            ) from error
     if not all(hasattr(found, name) for name in needed):
         msg = f"{dataset.reader} is {type(found).__name__}, which has no {needed[0]}"
         hint = "MapStyle needs len(it) and it[number]; IterableStyle needs iter(it)"

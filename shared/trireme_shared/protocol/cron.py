@@ -1,6 +1,8 @@
-"""Cron expressions: five fields, as Debian's cron reads them, in a time zone. Times are seconds since 1970; no clock is read here.
+"""Cron expressions: five fields, as Debian's cron reads them, in a time zone. Times are seconds since 1970;
+no clock is read here.
 
-Where clocks are put forward, what would have run in the missing hour runs right after it; where they are put back, it runs once.
+Where clocks are put forward, what would have run in the missing hour runs right after it; where they are put
+back, it runs once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ CHARACTERS = 200
 
 
 def next_time(expression: str, zone: str, after: float) -> float:
-    """The first time later than `after`. Raises ValueError: it is no expression, no zone, or there is no such time."""
+    """The first time later than `after`. Raises ValueError: it is no expression, no zone, or there is no such
+    time."""
     return _first(expression, datetime.fromtimestamp(after, _zone(zone)), reverse=False)
 
 
@@ -27,7 +30,8 @@ def _first(expression: str, start: datetime, *, reverse: bool) -> float:
     if len(expression) > CHARACTERS or len(expression.split()) != 5:
         msg = (
             f"{expression[:CHARACTERS]!r} is no cron expression: it has {len(expression.split())} fields and "
-            f"{len(expression)} characters; write minute, hour, day of month, month and day of week, as in '0 6 * * 1'"
+            f"{len(expression)} characters; write minute, hour, day of month, month and day of "
+            "week, as in '0 6 * * 1'"
         )
         raise ValueError(msg)
     try:

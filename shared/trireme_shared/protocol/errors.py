@@ -18,7 +18,8 @@ Leaf = TypeVar("Leaf", bound=BaseException)
 
 
 class TriremeError(Exception):
-    """Root. `details` holds values (JSON types) that a program may want; the message holds the same for people."""
+    """Root. `details` holds values (JSON types) that a program may want; the message holds the same for
+    people."""
 
     code: ClassVar[str] = "INTERNAL"
     status: ClassVar[int] = 500
@@ -61,7 +62,8 @@ class Conflict(CallerError):
 
 
 class PreconditionFailed(CallerError):
-    """What the request expects to change has changed meanwhile: read it again, then decide anew. `details`: version, expected."""
+    """What the request expects to change has changed meanwhile: read it again, then decide anew. `details`:
+    version, expected."""
 
     code, status = "PRECONDITION_FAILED", 412
 
@@ -107,7 +109,8 @@ class StaleAttempt(CallerError):
 
 
 class StepTorn(CallerError):
-    """Blocks of the step hold data of a lane that was discarded later. The job goes back to a checkpoint; wait for it."""
+    """Blocks of the step hold data of a lane that was discarded later. The job goes back to a checkpoint;
+    wait for it."""
 
     code, status = "STEP_TORN", 409
 
@@ -131,7 +134,8 @@ class Gone(CallerError):
 
 
 class CursorExpired(CallerError):
-    """What follows the cursor is not kept any more, or the cursor is of something else: begin again. `details`: oldest, newest."""
+    """What follows the cursor is not kept any more, or the cursor is of something else: begin again.
+    `details`: oldest, newest."""
 
     code, status = "CURSOR_EXPIRED", 410
 
@@ -159,7 +163,8 @@ class DatasetError(CallerError):
 
 
 class CheckpointUnusable(CallerError):
-    """A checkpoint that must not be loaded: damaged, incomplete, or of another job or model. Try the one before."""
+    """A checkpoint that must not be loaded: damaged, incomplete, or of another job or model. Try the one
+    before."""
 
     code, status = "CHECKPOINT_UNUSABLE", 422
 
@@ -213,7 +218,8 @@ class StorageUnreachable(PeerError):
 
 
 class ResourceExhausted(PeerError):
-    """A machine has no descriptor, memory or disk space left for this, or its disk fails: somebody there must act."""
+    """A machine has no descriptor, memory or disk space left for this, or its disk fails: somebody there must
+    act."""
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -225,7 +231,8 @@ class DeadlineExceeded(PeerError):
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether `error` is a real Ctrl-C: Python raises it in the main thread only. Elsewhere user code has raised it."""
+    """Whether `error` is a real Ctrl-C: Python raises it in the main thread only. Elsewhere user code has
+    raised it."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
@@ -238,12 +245,15 @@ def subclasses(root: type[TriremeError]) -> dict[str, type[TriremeError]]:
 
 
 def from_map(error: dict[str, Any]) -> TriremeError:
-    """The exception a peer sent with `to_map` (unknown codes become CallerError or PeerError by `retryable`)."""
+    """The exception a peer sent with `to_map` (unknown codes become CallerError or PeerError by
+    `retryable`)."""
     fallback = PeerError if error.get("retryable") else CallerError
     kind = subclasses(TriremeError).get(str(error.get("code")), fallback)
     details = error.get("details")
     return kind(
-        str(error.get("message", "")), hint=str(error.get("hint", "")), **(details if isinstance(details, dict) else {})
+        str(error.get("message", "")),
+        hint=str(error.get("hint", "")),
+        **(details if isinstance(details, dict) else {}),
     )
 
 

@@ -1,6 +1,7 @@
 """Evaluations while a job trains: of which versions, by what they are compared, what came out.
 
-version due ─► its checkpoint is committed ─► tasks over the evaluation dataset ─► metrics ─► Evaluation, and the next EvaluationStatus
+version due ─► its checkpoint is committed ─► tasks over the evaluation dataset ─► metrics
+    ─► Evaluation, and the next EvaluationStatus
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MOST_METRICS = 64
 
 
 class Patience(Record):
-    """Of stop_early: the value that later ones have to be better than, and how many evaluations were not. `over`: so training ends."""
+    """Of stop_early: the value that later ones have to be better than, and how many evaluations were not.
+    `over`: so training ends."""
 
     value: float = Field(description="The value that later ones have to be better than.")
     worse: int = Field(default=0, description="So many evaluations in a row were not better.")
@@ -31,10 +33,11 @@ class Patience(Record):
 
 
 class Evaluation(Record):
-    """Evaluation `number` of a job (counted from 1), of the version `step`, which `checkpoint` holds. Asynchronous: `step` is how many
-    minibatches were trained, `saved` the checkpoint's number in the job. `metrics`: as the script's
-    `metrics(sums)` gives them; values that are not finite are left out. `left_out`: why there is no result. `best`: the best one up to here, this one
-    included. `patience`: of stop_early."""
+    """Evaluation `number` of a job (counted from 1), of the version `step`, which `checkpoint` holds.
+    Asynchronous: `step` is how many minibatches were trained, `saved` the checkpoint's number in the job.
+    `metrics`: as the script's `metrics(sums)` gives them; values that are not finite are left out.
+    `left_out`: why there is no result. `best`: the best one up to here, this one included. `patience`: of
+    stop_early."""
 
     number: int
     step: int
@@ -49,7 +52,9 @@ class Evaluation(Record):
         default=None,
         description="How many evaluations were not better than which value; null: the job has no stop_early.",
     )
-    saved: int = Field(default=0, description="Asynchronous: number of its checkpoint; 0: the job is synchronous.")
+    saved: int = Field(
+        default=0, description="Asynchronous: number of its checkpoint; 0: the job is synchronous."
+    )
 
 
 class RunningEvaluation(Record):
@@ -60,9 +65,10 @@ class RunningEvaluation(Record):
 
 
 class EvaluationStatus(Record):
-    """What members follow. It holds for `timeline` only. Evaluations up to number `settled` are over; `recent`: the last two of them.
-    `stop_after`: training ends at the version of the evaluation behind this one. `redone`: the evaluation for which the job went back last, because its
-    checkpoint was lost, and how many times it did."""
+    """What members follow. It holds for `timeline` only. Evaluations up to number `settled` are over;
+    `recent`: the last two of them. `stop_after`: training ends at the version of the evaluation behind this
+    one. `redone`: the evaluation for which the job went back last, because its checkpoint was lost, and how
+    many times it did."""
 
     timeline: int = 0
     settled: int = 0
@@ -93,7 +99,8 @@ class EvaluationStatus(Record):
 
 
 def results_count(spec: JobSpec) -> bool:
-    """Whether the results of evaluations change what a synchronous job gives: its steps, when training ends, or its best model."""
+    """Whether the results of evaluations change what a synchronous job gives: its steps, when training ends,
+    or its best model."""
     uses = spec.plateau_metric is not None or spec.stop_early is not None or spec.keep_best is not None
     return uses and spec.evaluate_every is not None and spec.mode is Mode.SYNC
 
@@ -110,30 +117,42 @@ def criteria(spec: JobSpec) -> dict[str, str]:
 
 
 def why_unreported(spec: JobSpec, metrics: Collection[str]) -> str:
-    """Which settings name a metric that an evaluation with these `metrics` does not report, as a sentence; "": none does. Values that are not finite
-    are reported, too."""
-    missing = [f"{setting} is {metric}" for setting, metric in criteria(spec).items() if metric not in metrics]
-    return f"{', '.join(missing)}, and an evaluation has the metrics {', '.join(metrics) or 'none'}" if missing else ""
+    """Which settings name a metric that an evaluation with these `metrics` does not report, as a sentence;
+    "": none does. Values that are not finite are reported, too."""
+    missing = [
+        f"{setting} is {metric}" for setting, metric in criteria(spec).items() if metric not in metrics
+    ]
+    return (
+        f"{', '.join(missing)}, and an evaluation has the metrics {', '.join(metrics) or 'none'}"
+        if missing
+        else ""
+    )
 
 
 WHAT_TO_DO = "name one of those, or have metrics(sums) in the script give it"
 
 
 def check_criteria(spec: JobSpec, metrics: Collection[str]) -> None:
-    """`metrics`: the names that an evaluation reported. Raises InvalidArgument if a setting names another one."""
+    """`metrics`: the names that an evaluation reported. Raises InvalidArgument if a setting names another
+    one."""
     if why := why_unreported(spec, metrics):
         raise InvalidArgument(why, hint=WHAT_TO_DO)
 
 
-def plateau_value(status: EvaluationStatus, number: int, metric: str, known: Evaluation | None = None) -> float | None:
-    """What ReduceLROnPlateau is told at the version of evaluation `number`: the value of `metric` in the evaluation before (NaN: it has none
-    that is finite), None if that was left out. `known`: a result that the status may have forgotten. Raises Gone: two later results are known, so this version is overtaken, and what took effect
-    at it cannot be told any more."""
+def plateau_value(
+    status: EvaluationStatus, number: int, metric: str, known: Evaluation | None = None
+) -> float | None:
+    """What ReduceLROnPlateau is told at the version of evaluation `number`: the value of `metric` in the
+    evaluation before (NaN: it has none that is finite), None if that was left out. `known`: a result that the
+    status may have forgotten. Raises Gone: two later results are known, so this version is overtaken, and
+    what took effect at it cannot be told any more."""
     found = status.result(number - 1)
     if found is None and known is not None and known.number == number - 1:
         found = known
     if found is None and len(status.recent) > 1 and min(each.number for each in status.recent) >= number:
-        raise Gone(f"the result of evaluation {number - 1} is forgotten, {status.settled} are over; join again")
+        raise Gone(
+            f"the result of evaluation {number - 1} is forgotten, {status.settled} are over; join again"
+        )
     return found.metrics.get(metric, math.nan) if found is not None and not found.left_out else None
 
 
@@ -155,7 +174,9 @@ def better(best: BestEvaluation | None, done: Evaluation, keep_best: str | None)
     )
 
 
-def patience_after(before: Patience | None, metrics: Mapping[str, float], stop: StopEarly | None) -> Patience | None:
+def patience_after(
+    before: Patience | None, metrics: Mapping[str, float], stop: StopEarly | None
+) -> Patience | None:
     """After one more evaluation. Without a value of the metric it is one that is not better."""
     if stop is None:
         return None
@@ -170,7 +191,8 @@ def patience_after(before: Patience | None, metrics: Mapping[str, float], stop: 
 
 
 def evaluation_of(record: StepRecord, every: int | str | None, epochs: int) -> int | None:
-    """The number of the evaluation that is due at this version; None: none is. The last version is evaluated after training."""
+    """The number of the evaluation that is due at this version; None: none is. The last version is evaluated
+    after training."""
     if every is None or record.version == 0 or not record.positions:
         return None
     over = all(position.exhausted for position in record.positions)

@@ -1,4 +1,5 @@
-"""Events: what happened to a job or a cluster, for people and programs. They cross REST and are kept in etcd."""
+"""Events: what happened to a job or a cluster, for people and programs. They cross REST and are kept in
+etcd."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class EventRecord(Record):
     """One event of a job or a cluster."""
 
     event_id: int = Field(
-        description="Number of the event; it grows by one from event to event, also from one master to the next."
+        description="Number of the event; it grows by one from event to event, also from one master to the "
+        "next."
     )
     event_time: str = Field(description="When it happened, RFC 3339.")
     name: str = Field(description="Stable name of what happened.")
@@ -32,11 +34,14 @@ class EventChunk(Record):
 
 
 def event_record(event_id: int, time: str, name: str, message: str, fields: EventFields) -> EventRecord:
-    """Long texts are shortened, so that it takes at most MOST_BYTES; what is left out stands in the log of the process."""
+    """Long texts are shortened, so that it takes at most MOST_BYTES; what is left out stands in the log of
+    the process."""
     short: EventFields = {
         key: shortened(value, FIELD) if isinstance(value, str) else value for key, value in fields.items()
     }
-    made = EventRecord(event_id=event_id, event_time=time, name=name, message=shortened(message, MESSAGE), fields=short)
+    made = EventRecord(
+        event_id=event_id, event_time=time, name=name, message=shortened(message, MESSAGE), fields=short
+    )
     if len(made.to_bytes()) > MOST_BYTES:  # characters of several bytes, or very many fields
         made = made.with_fields(message=shortened(made.message, MESSAGE // 4), fields={})
     return made

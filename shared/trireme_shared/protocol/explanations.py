@@ -1,4 +1,5 @@
-"""Why a job does not progress: one `Cause` for each situation, with a stable code. docs/explain.md has the table of codes."""
+"""Why a job does not progress: one `Cause` for each situation, with a stable code. docs/explain.md has the
+table of codes."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Code(StrEnum):
 
 
 class Cause(Record):
-    """`summary`: one sentence. `details`: sentences with the values. `hints`: commands or actions, the most useful one first."""
+    """`summary`: one sentence. `details`: sentences with the values. `hints`: commands or actions, the most
+    useful one first."""
 
     code: Code
     summary: str

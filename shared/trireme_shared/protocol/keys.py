@@ -54,10 +54,10 @@
 
 Values are UTF-8 JSON of the records in shared/trireme_shared/protocol/records (integers as decimal text).
 
-In a masterless job (`dispatch: etcd`) there is no master/*. Any trainer writes the keys of "master" under tasks/, job/failures, and
-job/state where the end of a task changes it; the fence is the mod_revision of tasks/commit alone. The holder of sweep/lock writes all
-other keys of "master", and every change that follows from members and time; its fence is that lock's create_revision as well
-(docs/masterless.md).
+In a masterless job (`dispatch: etcd`) there is no master/*. Any trainer writes the keys of "master" under
+tasks/, job/failures, and job/state where the end of a task changes it; the fence is the mod_revision of
+tasks/commit alone. The holder of sweep/lock writes all other keys of "master", and every change that follows
+from members and time; its fence is that lock's create_revision as well (docs/masterless.md).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one job; `Keys("ctr").pserver(0)` is `/trireme/ctr/ps/0`. A path that ends with `/` is a prefix."""
+    """The keys of one job; `Keys("ctr").pserver(0)` is `/trireme/ctr/ps/0`. A path that ends with `/` is a
+    prefix."""
 
     job: str
     root: str = "trireme"
@@ -85,11 +86,13 @@ class Keys:
 
     master_lock = _Key("master/lock")
     master_address = _Key("master/addr")
-    sweep_lock = _Key("sweep/lock")  # of a masterless job: its holder reacts to members and time as a master would
+    # of a masterless job: its holder reacts to members and time as a master would
+    sweep_lock = _Key("sweep/lock")
     spec = _Key("job/spec")
     state = _Key("job/state")
     failures = _Key("job/failures")
-    checkpoint_request = _Key("job/checkpoint")  # members follow it: trainers carry the request into a version
+    # members follow it: trainers carry the request into a version
+    checkpoint_request = _Key("job/checkpoint")
     evaluation_status = _Key("job/evaluation")  # members follow it
     plan = _Key("job/plan")  # members follow it
     migration = _Key("job/migration")
@@ -100,7 +103,8 @@ class Keys:
     pservers_desired = _Key("ps_desired")
     pservers = _Key("ps/")
     trainers = _Key("trainers/")
-    pause = _Key("trainers/pause")  # below the trainers' keys: while it exists, asynchronous training is paused
+    # below the trainers' keys: while it exists, asynchronous training is paused
+    pause = _Key("trainers/pause")
     checkpoints = _Key("checkpoints/")  # all keys about checkpoints
     latest = _Key("checkpoints/latest")
     finish_lock = _Key("checkpoints/finish_lock")
@@ -119,8 +123,8 @@ class Keys:
     evaluation = _Key("tasks/evaluation")
     validation = _Key("tasks/validation")
     evaluations = _Key("evaluations/")
-    # name of the last transaction. The next transaction compares it (masterless: its mod_revision); after a lost answer it
-    # tells whether the transaction was applied
+    # name of the last transaction. The next transaction compares it (masterless: its mod_revision); after a
+    # lost answer it tells whether the transaction was applied
     commit = _Key("tasks/commit")
     progresses = _Key("tasks/progress/")
     losses = _Key("tasks/losses")
@@ -159,12 +163,15 @@ class Keys:
         return self._of("trainers", trainer_id)
 
     def starting(self, trainer_id: str) -> str:
-        """Written by a trainer that reports a failure without being registered: it shows that it belongs to the job."""
+        """Written by a trainer that reports a failure without being registered: it shows that it belongs to
+        the job."""
         return self._of("starting", trainer_id)
 
     def is_trainer(self, key: str) -> bool:
         """Whether `key` is a `trainers/<id>`, not `pause`, which has the same prefix."""
-        return key.startswith(self.trainers) and "/" not in key.removeprefix(self.trainers) and key != self.pause
+        return (
+            key.startswith(self.trainers) and "/" not in key.removeprefix(self.trainers) and key != self.pause
+        )
 
     def latest_file(self, trainer_id: str) -> str:
         return self._of("checkpoints", "latest", "files", trainer_id)
@@ -190,7 +197,8 @@ class Keys:
         return self._of("checkpoints", uuid, "begun")
 
     def checkpoint_cut(self, uuid: str) -> str:
-        """Written when all trainers have paused: the queue at this key's revision belongs to the checkpoint."""
+        """Written when all trainers have paused: the queue at this key's revision belongs to the
+        checkpoint."""
         return self._of("checkpoints", uuid, "cut")
 
     def checkpoint_parts(self, uuid: str) -> str:
@@ -243,7 +251,8 @@ class Keys:
         return self._of("exchange", generation, "")
 
     def directory(self) -> tuple[str, str]:
-        """[start, end) of the keys that members follow (init_ps … slots), without `tasks/` and `trainers/`, which change often."""
+        """[start, end) of the keys that members follow (init_ps … slots), without `tasks/` and `trainers/`,
+        which change often."""
         return self._of("init_ps"), self._of("tasks")
 
     def name_of(self, key: str) -> str:
@@ -253,7 +262,8 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """The keys of a cluster of jobs, beside the jobs' own keys; `ClusterKeys().job("ctr")` is `/trireme/jobs/ctr`.
+    """The keys of a cluster of jobs, beside the jobs' own keys; `ClusterKeys().job("ctr")` is
+    `/trireme/jobs/ctr`.
 
     key                             value        lease      writer       fence
     cluster/lock                    MasterLock   leader's   candidates   create = 0; its create_revision is the cluster's term
@@ -269,7 +279,8 @@ class ClusterKeys:
     pool/<kind>/<member>/assignment Assignment   -          leader       lock
     pool/<kind>/<member>/drain      Drain        -          leader       lock
 
-    The leader holds the `master/lock` of each job that it leads as well, under the same lease: a job's writes compare that one.
+    The leader holds the `master/lock` of each job that it leads as well, under the same lease: a job's writes
+    compare that one.
     """
 
     root: str = "trireme"
@@ -296,7 +307,8 @@ class ClusterKeys:
         return f"{self.prefix}cluster/answers/{digest}"
 
     def below_job(self, job: str) -> str:
-        """Prefix of what the cluster keeps of a job beside its ClusterJob; the job's own keys are `keys_of(job)`."""
+        """Prefix of what the cluster keeps of a job beside its ClusterJob; the job's own keys are
+        `keys_of(job)`."""
         return f"{self.prefix}jobs/{job}/"
 
     def task_run(self, job: str, name: str) -> str:

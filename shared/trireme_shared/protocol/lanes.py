@@ -1,7 +1,8 @@
-"""Lanes and the canonical binary tree: the arithmetic that makes sums independent of which trainer computed which part.
+"""Lanes and the canonical binary tree: the arithmetic that makes sums independent of which trainer computed
+which part.
 
-A node is (mean gradient, sample count) over an aligned interval of lanes [a, b): b - a is a power of two and divides a.
-node[a,b) = combine(node[a,m), node[m,b)).
+A node is (mean gradient, sample count) over an aligned interval of lanes [a, b): b - a is a power of two and
+divides a. node[a,b) = combine(node[a,m), node[m,b)).
 """
 
 from __future__ import annotations
@@ -79,11 +80,13 @@ def parent(node: Interval) -> Interval:
 
 
 def combine(left: Array, left_count: int, right: Array, right_count: int) -> tuple[Array, int]:
-    """The mean over both halves, written **in place** into one of the two torch tensors, and its sample count.
+    """The mean over both halves, written **in place** into one of the two torch tensors, and its sample
+    count.
 
-    An empty side (count 0) leaves the other untouched; equal counts halve exactly; otherwise the weighted mean. Only sums and
-    products are used, each rounded once, so that every device and every cut into blocks gives the same bits: to divide by
-    a number, CUDA multiplies by the reciprocal and a CPU divides. Integer tensors are not averaged: the first lane that has data wins.
+    An empty side (count 0) leaves the other untouched; equal counts halve exactly; otherwise the weighted
+    mean. Only sums and products are used, each rounded once, so that every device and every cut into blocks
+    gives the same bits: to divide by a number, CUDA multiplies by the reciprocal and a CPU divides. Integer
+    tensors are not averaged: the first lane that has data wins.
     """
     if right_count == 0:
         return left, left_count
@@ -98,7 +101,8 @@ def combine(left: Array, left_count: int, right: Array, right_count: int) -> tup
 
 
 def step_seed(seed: int, step: int, lane: int) -> int:
-    """Seed of the random numbers of one lane's forward pass (splitmix64 over the three numbers), in [0, 2**63)."""
+    """Seed of the random numbers of one lane's forward pass (splitmix64 over the three numbers), in [0,
+    2**63)."""
     value = seed & _MASK
     for part in (step, lane):
         value = _mix((value + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK)

@@ -1,7 +1,9 @@
-"""Metrics of a job: the names that the job itself uses, and what a script reports of a minibatch by `trireme.log`, and who collects it.
+"""Metrics of a job: the names that the job itself uses, and what a script reports of a minibatch by
+`trireme.log`, and who collects it.
 
 script: trireme.log(accuracy=...)                       ─► collected, each value with weight 1
-        return {"loss": loss, "accuracy": ...}          ─► the loss is trained, the others weigh as many records as they are of
+        return {"loss": loss, "accuracy": ...}
+            ─► the loss is trained, the others weigh as many records as they are of
 trainer: with collected() as found: add(found, metrics_beside(loss(model, batch)), records)
 
 Imported by scripts, so it imports neither torch nor pydantic.
@@ -21,7 +23,13 @@ from trireme_shared.protocol.errors import InvalidArgument
 MOST_NAMES = 32
 NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$"
 LOSS, EVALUATION = "loss", "evaluation."
-LEARNING_RATE, GRADIENT_NORM, NONFINITE, SPEED, TIME = "lr", "grad_norm", "nonfinite", "records_per_second", "time."
+LEARNING_RATE, GRADIENT_NORM, NONFINITE, SPEED, TIME = (
+    "lr",
+    "grad_norm",
+    "nonfinite",
+    "records_per_second",
+    "time.",
+)
 _OWN = frozenset({LOSS, LEARNING_RATE, GRADIENT_NORM, NONFINITE, SPEED})
 _OWN_PREFIXES = (EVALUATION, TIME, f"{LEARNING_RATE}.")
 
@@ -53,12 +61,14 @@ _collecting: ContextVar[dict[str, Logged] | None] = ContextVar("collecting", def
 
 
 def log(**values: Any) -> None:
-    """Report numbers of this minibatch: `trireme.log(accuracy=right / len(batch))`, in `collate`, `loss` or what they call.
+    """Report numbers of this minibatch: `trireme.log(accuracy=right / len(batch))`, in `collate`, `loss` or
+    what they call.
 
-    The values: int, float, or a tensor with one element. Of each step the mean over all minibatches is kept, with the smallest and
-    the largest value, beside the checkpoints. Values that are not finite are left out. Where no minibatch is trained (`evaluate`)
-    the values are checked, and nothing else happens.
-    Raises InvalidArgument: a name that is none, or is the job's own; a value that is no number; more than 32 names in a minibatch.
+    The values: int, float, or a tensor with one element. Of each step the mean over all minibatches is kept,
+    with the smallest and the largest value, beside the checkpoints. Values that are not finite are left out.
+    Where no minibatch is trained (`evaluate`) the values are checked, and nothing else happens. Raises
+    InvalidArgument: a name that is none, or is the job's own; a value that is no number; more than 32 names
+    in a minibatch.
     """
     log_metrics(values)
 
@@ -92,7 +102,9 @@ def loss_in(found: Any) -> Any:
 
 def metrics_beside(found: Any) -> dict[str, Any]:
     """The metrics in what `loss(model, batch)` returned."""
-    return {name: value for name, value in found.items() if name != LOSS} if isinstance(found, Mapping) else {}
+    return (
+        {name: value for name, value in found.items() if name != LOSS} if isinstance(found, Mapping) else {}
+    )
 
 
 @contextmanager
@@ -119,7 +131,10 @@ def collect_in(found: dict[str, Logged] | None) -> None:
 def _number(name: object, value: Any) -> float:
     """Raises InvalidArgument."""
     if not isinstance(name, str) or not re.match(NAME, name):
-        msg = f"a metric has the name {name!r:.80}; letters, digits and . _ - are possible, a letter first, at most 64"
+        msg = (
+            f"a metric has the name {name!r:.80}; letters, digits and . _ - are possible, a letter "
+            "first, at most 64"
+        )
         raise InvalidArgument(msg)
     if is_own(name):
         raise InvalidArgument(f"a metric has the name {name}, which the job itself uses; choose another one")

@@ -1,4 +1,5 @@
-"""What the REST API answers and takes about one job, beside the records of protocol/records: one class for a resource, one for a page of them."""
+"""What the REST API answers and takes about one job, beside the records of protocol/records: one class for a
+resource, one for a page of them."""
 
 from __future__ import annotations
 
@@ -28,20 +29,25 @@ class ProblemPart(Record):
 class Problem(Record):
     """RFC 9457 problem details."""
 
-    type: str = Field(default="about:blank", description="URI of the kind of problem; about:blank: the code says it.")
+    type: str = Field(
+        default="about:blank", description="URI of the kind of problem; about:blank: the code says it."
+    )
     title: str = Field(description="The status in words.")
     status: int = Field(description="The status of the answer.")
     detail: str = Field(description="What went wrong, with the values, for people.")
     code: str = Field(description="Stable name of the problem, for programs; there may be new ones.")
     retryable: bool = Field(description="The same request may succeed later.")
     hint: str = Field(default="", description="What to do; empty: nothing is known to help.")
-    request_id: str = Field(default="", description="Id of the request, as in X-Request-Id and in the master's log.")
+    request_id: str = Field(
+        default="", description="Id of the request, as in X-Request-Id and in the master's log."
+    )
     details: dict[str, Any] = Field(default_factory=dict, description="Values of the problem, for programs.")
     errors: tuple[ProblemPart, ...] = Field(default=(), description="Each value that is wrong.")
 
 
 class JobProgress(Record):
-    """`step`: how many steps are done. `records_*` over all epochs. `loss`: mean of the current (or last) epoch. Null where not known yet."""
+    """`step`: how many steps are done. `records_*` over all epochs. `loss`: mean of the current (or last)
+    epoch. Null where not known yet."""
 
     epoch: int
     epochs: int
@@ -49,7 +55,9 @@ class JobProgress(Record):
     loss: float | None = None
     records_done: int
     records_total: int
-    records_per_s: float | None = Field(default=None, description="Records per second of late; null: not known.")
+    records_per_s: float | None = Field(
+        default=None, description="Records per second of late; null: not known."
+    )
     eta_s: float | None = Field(
         default=None, description="Seconds until the end of the last epoch at this speed; null: not known."
     )
@@ -59,11 +67,15 @@ class EvaluationProgress(Record):
     """How far the evaluations are that are done while the job trains."""
 
     settled: int = Field(description="So many evaluations are over.")
-    running: int | None = Field(default=None, description="Number of the evaluation that is under way; null: none is.")
+    running: int | None = Field(
+        default=None, description="Number of the evaluation that is under way; null: none is."
+    )
     step: int | None = None
     tasks_done: int = Field(default=0, description="How many of its tasks are done.")
     tasks_total: int = Field(default=0, description="How many tasks it has.")
-    last: Evaluation | None = Field(default=None, description="The last evaluation that is over; null: none is.")
+    last: Evaluation | None = Field(
+        default=None, description="The last evaluation that is over; null: none is."
+    )
 
 
 class MemberCounts(Record):
@@ -88,14 +100,16 @@ class JobView(Record):
 
     job: str
     phase: str = Field(
-        description="WAITING, RUNNING, CHECKPOINTING, ROLLING_BACK, COMPLETED, FAILED; in a cluster also QUEUED, PAUSED, CANCELLED."
+        description="WAITING, RUNNING, CHECKPOINTING, ROLLING_BACK, COMPLETED, FAILED; in a cluster also "
+        "QUEUED, PAUSED, CANCELLED."
     )
     stage: Stage
     mode: Mode
     generation: int = Field(description="Number of the membership; it grows at every join and death.")
     reason: str
     stalled: str = Field(
-        default="", description="Whom a job without progress waits for, as a sentence; empty: it makes progress."
+        default="",
+        description="Whom a job without progress waits for, as a sentence; empty: it makes progress.",
     )
     standing: str = ""
     failure: UserFailure | None = Field(
@@ -112,7 +126,8 @@ class JobView(Record):
     spec: JobSpec = Field(description="The job's settings, its name, its script and where its files go.")
     version: str = Field(
         default="",
-        description="What users and the leader have decided, as a digest; with quotes around it, it is what If-Match takes. Empty: a job that is no cluster's.",
+        description="What users and the leader have decided, as a digest; with quotes around it, it is what "
+        "If-Match takes. Empty: a job that is no cluster's.",
     )
 
 
@@ -131,7 +146,9 @@ class TaskView(Record):
     attempt: int = Field(default=0, description="How often the task was given out.")
     failures: int = 0
     trainer: str = ""
-    cause: str = Field(default="", description="Why the task was queued again or discarded; empty: it was not.")
+    cause: str = Field(
+        default="", description="Why the task was queued again or discarded; empty: it was not."
+    )
     minibatches: int = 0
     silent_s: float | None = Field(
         default=None, description="Seconds since the attempt's last sign of life; null: nobody works on it."
@@ -157,16 +174,20 @@ class MemberView(Record):
     incarnation: str = Field(description="Id of the process; a restarted member has another one.")
     host: str
     pid: int = Field(description="Id of the process on its host.")
-    index: int | None = Field(default=None, description="Place of a parameter server, from 0; null: of a trainer.")
+    index: int | None = Field(
+        default=None, description="Place of a parameter server, from 0; null: of a trainer."
+    )
     slots: int | None = Field(
-        default=None, description="How many slots a parameter server owns; null: of a trainer, or not known yet."
+        default=None,
+        description="How many slots a parameter server owns; null: of a trainer, or not known yet.",
     )
     lanes: tuple[int, int] | None = Field(
         default=None, description="First lane of a trainer, and the one after its last; null: none."
     )
     has_parameters: bool | None = Field(
         default=None,
-        description="Of a trainer of a collective job; one without them still fetches them. null: another strategy, or no trainer.",
+        description="Of a trainer of a collective job; one without them still fetches them. null: another "
+        "strategy, or no trainer.",
     )
     tasks: tuple[str, ...] = Field(default=(), description="Ids of the tasks that a trainer works on.")
 
@@ -198,7 +219,8 @@ class CheckpointView(Record):
     step: int
     timeline: int
     state: str = Field(
-        description="LATEST, KEPT (used if newer ones are damaged), LEFT (of a history that was left: the job was restored to an older checkpoint)."
+        description="LATEST, KEPT (used if newer ones are damaged), LEFT (of a history that was left: the "
+        "job was restored to an older checkpoint)."
     )
     kind: Literal["base", "delta"] = Field(
         description="base: whole; delta: of embedding tables only rows that changed."
@@ -215,9 +237,12 @@ class CheckpointDetails(CheckpointView):
     needed_bytes: int = Field(description="Bytes of its files and of all that it builds on.")
     bases: tuple[str, ...] = Field(
         default=(),
-        description="Whole checkpoints that a delta begins with: each parameter server decides for its own part.",
+        description="Whole checkpoints that a delta begins with: each parameter server decides for its own "
+        "part.",
     )
-    deltas: int = Field(default=0, description="How many deltas follow the base, this one included; 0: it is whole.")
+    deltas: int = Field(
+        default=0, description="How many deltas follow the base, this one included; 0: it is whole."
+    )
     write_time: str = Field(description="When it was written, RFC 3339.")
     files: tuple[str, ...] = Field(description="URLs of the checkpoint's files.")
 
@@ -230,16 +255,19 @@ class CheckpointPage(Record):
 
 
 class CreateResize(Record):
-    """Numbers from now on; null: as many as now. `strategy` restart: by a checkpoint that all parameter servers load. `limit_s`: then it
-    ends, and what has moved stays where it is."""
+    """Numbers from now on; null: as many as now. `strategy` restart: by a checkpoint that all parameter
+    servers load. `limit_s`: then it ends, and what has moved stays where it is."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")  # a field with another name must not become a resize
+    # a field with another name must not become a resize
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     trainers: int | None = Field(
         default=None, le=MAX_MEMBERS, description="Number of trainers from now on; null: as many as now."
     )
     pservers: int | None = Field(
-        default=None, le=MAX_MEMBERS, description="Number of parameter servers from now on; null: as many as now."
+        default=None,
+        le=MAX_MEMBERS,
+        description="Number of parameter servers from now on; null: as many as now.",
     )
     strategy: Strategy = Strategy.LIVE
     cause: str = Field(default="", max_length=200)
@@ -247,8 +275,9 @@ class CreateResize(Record):
 
 
 class ResizeView(Resize):
-    """`state`, `reason`: of the operation, whose id this is. `groups`, `bytes`, `slots`: of what moves; `bytes_moved`: payloads that
-    were sent. `longest_pause_s`: how long the pushes of a group had to wait at most."""
+    """`state`, `reason`: of the operation, whose id this is. `groups`, `bytes`, `slots`: of what moves;
+    `bytes_moved`: payloads that were sent. `longest_pause_s`: how long the pushes of a group had to wait at
+    most."""
 
     resize_id: str = Field(description="Id of the resize, and of its operation.")
     state: OperationState
@@ -300,7 +329,8 @@ class LogLine(Record):
     """A line that a member wrote."""
 
     time: str = Field(
-        description="When it was written, RFC 3339; of what a script printed: when the member wrote the line before it. Empty: not known."
+        description="When it was written, RFC 3339; of what a script printed: when the member wrote the line "
+        "before it. Empty: not known."
     )
     text: str = Field(description="The line; what is above 64 KiB is cut.")
 
@@ -310,13 +340,17 @@ class LogLines(Record):
 
     log: str
     lines: tuple[LogLine, ...] = Field(description="The lines, oldest first.")
-    next_after: int = Field(description="`after` of the request for what is written next: a place in the log.")
-    next_before: int = Field(description="`before` of the request for the lines before these; 0: there are none.")
+    next_after: int = Field(
+        description="`after` of the request for what is written next: a place in the log."
+    )
+    next_before: int = Field(
+        description="`before` of the request for the lines before these; 0: there are none."
+    )
 
 
 class MetricPoint(Record):
-    """One step (or epoch): mean loss over its records. `skipped`: records left out, because their loss or gradient was not
-    finite (`on_nonfinite: skip`)."""
+    """One step (or epoch): mean loss over its records. `skipped`: records left out, because their loss or
+    gradient was not finite (`on_nonfinite: skip`)."""
 
     number: int
     loss: float | None
@@ -354,7 +388,9 @@ class SeriesPoint(Record):
 
     step: int
     last_step: int
-    epoch: int | None = Field(default=None, description="Epoch of these steps, from 0; null: points are by step.")
+    epoch: int | None = Field(
+        default=None, description="Epoch of these steps, from 0; null: points are by step."
+    )
     mean: float = Field(description="Mean of the reported values, by weight.")
     least: float
     most: float
@@ -378,7 +414,9 @@ class EvaluationPage(Record):
 class TokenAccess(Record):
     """What the token of the request may do."""
 
-    role: str = Field(description="admin, member or viewer; admin where the service was started without tokens.")
+    role: str = Field(
+        description="admin, member or viewer; admin where the service was started without tokens."
+    )
 
 
 class Version(Record):

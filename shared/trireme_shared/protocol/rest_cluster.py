@@ -14,8 +14,8 @@ from trireme_shared.protocol.rest import JobProgress
 
 
 class CreateJob(Record):
-    """`source`: the script itself, or `script`: a path or URL that every member can read. `settings`: as in trireme.Config, with the
-    dataset. `storage`: where its files go (default: below the cluster's storage)."""
+    """`source`: the script itself, or `script`: a path or URL that every member can read. `settings`: as in
+    trireme.Config, with the dataset. `storage`: where its files go (default: below the cluster's storage)."""
 
     keeps_nulls: ClassVar[bool] = True
 
@@ -39,8 +39,9 @@ class CreateJob(Record):
 
 
 class CreateSchedule(CreateJob):
-    """A job as in createJob, which begins at each time of `cron` (minute, hour, day of month, month, day of week) in `time_zone`.
-    `concurrency`: if the job before has not ended, this time is left out (forbid), or that job is cancelled (replace)."""
+    """A job as in createJob, which begins at each time of `cron` (minute, hour, day of month, month, day of
+    week) in `time_zone`. `concurrency`: if the job before has not ended, this time is left out (forbid), or
+    that job is cancelled (replace)."""
 
     cron: str = Field(max_length=200)
     time_zone: str = Field(default="UTC", max_length=64)
@@ -72,7 +73,8 @@ class SchedulePage(Record):
 
 
 class MembersHeld(Record):
-    """How many places of each kind a job has, and how many of them have a process that is registered as its member."""
+    """How many places of each kind a job has, and how many of them have a process that is registered as its
+    member."""
 
     trainers: int
     trainers_running: int = Field(
@@ -89,7 +91,8 @@ class ClusterJobView(Record):
 
     job: str
     state: str = Field(
-        description="QUEUED, PAUSED, COMPLETED, FAILED, CANCELLED, or the phase of an ACTIVE job (WAITING, RUNNING, ...)."
+        description="QUEUED, PAUSED, COMPLETED, FAILED, CANCELLED, or the phase of an ACTIVE job (WAITING, "
+        "RUNNING, ...)."
     )
     standing: Standing
     reason: str
@@ -112,7 +115,9 @@ class ClusterJobView(Record):
 class ClusterJobPage(Record):
     """In the order of their submission."""
 
-    jobs: tuple[ClusterJobView, ...] = Field(description="The jobs of this page, in the order of their submission.")
+    jobs: tuple[ClusterJobView, ...] = Field(
+        description="The jobs of this page, in the order of their submission."
+    )
     next_page_token: str = ""
 
 
@@ -161,12 +166,15 @@ class PoolMemberView(Record):
     host: str
     agent: str = Field(description="Id of the host agent that offers the place.")
     state: str = Field(
-        description="idle, assigned (its process does not run yet), running, leaving (its process of an earlier job still runs), draining (it gets no work, and what it runs leaves) or drained (nothing runs there, and it gets no work)."
+        description="idle, assigned (its process does not run yet), running, leaving (its process of an "
+        "earlier job still runs), draining (it gets no work, and what it runs leaves) or drained "
+        "(nothing runs there, and it gets no work)."
     )
     job: str = Field(default="", description="Name of the job that it works for; empty: none.")
     task: str = Field(default="", description="Name of the pre- or post-task that it runs; empty: none.")
     trouble: str = Field(
-        default="", description="Why its process does not run, as a sentence; empty: it runs, or is not wanted."
+        default="",
+        description="Why its process does not run, as a sentence; empty: it runs, or is not wanted.",
     )
     cores: int = Field(default=1, description="Number of processor cores that the place has.")
     memory_bytes: int = Field(default=0, description="Bytes of memory that the place has.")

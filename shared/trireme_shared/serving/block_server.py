@@ -1,7 +1,8 @@
 """A server of blocks without HTTP: a minibatch is applied to a block exactly once; a pull is one version of
 every block.
 
-    push: fence -> admit -> apply block after block (inline, < 1 ms each)      pull: blocks that are there, then those that arrive
+    push: fence -> admit -> apply block after block (inline, < 1 ms each)
+        pull: blocks that are there, then those that arrive
 
 Parameter servers (pserver.py) and trainers of collective jobs are such servers. There are no locks: a block
 changes between two awaits, and a pull that sends its values retains their buffer.
@@ -18,7 +19,14 @@ from trireme_shared.blocks.buffers import Buffer, BufferPool, ReceivedMemory
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.clock import event_within
-from trireme_shared.protocol.errors import BadFrame, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
+from trireme_shared.protocol.errors import (
+    BadFrame,
+    LayoutMismatch,
+    NotReady,
+    StaleGeneration,
+    StepTorn,
+    WrongOwner,
+)
 from trireme_shared.protocol.records.job import Torn
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Layout
 from trireme_shared.protocol.wire.messages import (
@@ -45,9 +53,9 @@ from trireme_shared.serving.transport.stream import BURST_BYTES
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
 
-# From a push's end until its blocks are copied, which may wait for their siblings in the memory of their sender. Trainers
-# that are about equally fast need no copies; a faster one has to know that its lanes are acknowledged before it computes
-# those of others.
+# From a push's end until its blocks are copied, which may wait for their siblings in the memory of their
+# sender. Trainers that are about equally fast need no copies; a faster one has to know that its lanes are
+# acknowledged before it computes those of others.
 LENT_S = 0.02
 
 log = telemetry.logger("pserver")
@@ -232,13 +240,18 @@ class BlockServer:
                 pushing.apply(item, memoryview(payload).toreadonly() if item.block == ROWS else payload)
                 await asyncio.sleep(0)
             if not await settled(pushing, changed, self._ports.max_wait_s):
-                msg = f"rows of a push have waited for {self._ports.max_wait_s:g} s at pserver-{self.index}: push again"
+                msg = (
+                    f"rows of a push have waited for {self._ports.max_wait_s:g} s at "
+                    f"pserver-{self.index}: push again"
+                )
                 raise NotReady(msg)
         finally:
             pushing.close()
         return pushing.answer()
 
-    async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:
+    async def pull(
+        self, request: PullRequest
+    ) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:
         """Each block as soon as it has the version (its payload is valid until the next block is asked for),
         then a PullEnd.
 
@@ -267,7 +280,10 @@ class BlockServer:
                         yield PulledBlock(block=number, version=version, same=True), NOTHING
                         continue
                     try:
-                        yield PulledBlock(block=number, version=version, dtype=pulling.narrow(number)), buffer.view
+                        yield (
+                            PulledBlock(block=number, version=version, dtype=pulling.narrow(number)),
+                            buffer.view,
+                        )
                     finally:
                         buffer.release()
         finally:
@@ -297,7 +313,9 @@ class BlockServer:
         if store is None:
             return PullEnd(code="NOT_READY", message=self.not_ready().message)
         if request.generation < self.timeline:
-            return PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
+            return PullEnd(
+                code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again"
+            )
         check_pull(store, request, self.index)
         store.learn_norm(request.norm, self.timeline)
         self.counters.pulls += 1
@@ -333,7 +351,10 @@ class BlockServer:
 
     def fence(self, header: MessageHeader) -> None:
         if self.is_stale(header.generation):
-            msg = f"generation {header.generation} is stale: pserver-{self.index} has seen {self.generation}; read the lanes again"
+            msg = (
+                f"generation {header.generation} is stale: pserver-{self.index} has seen "
+                f"{self.generation}; read the lanes again"
+            )
             raise StaleGeneration(msg, generation=self.generation)
         known = header.generation if self.directory is None else self.directory.known_state.generation
         self.generation = max(self.generation, min(header.generation, known))
@@ -346,26 +367,38 @@ class BlockServer:
         state = self.directory.known_state
         if header.generation > state.generation:
             msg = (
-                f"generation {header.generation} of trainer {header.trainer[:80]!r} is ahead of {state.generation}, the newest that "
+                f"generation {header.generation} of trainer {header.trainer[:80]!r} is ahead of "
+                f"{state.generation}, the newest that "
                 f"pserver-{self.index} has read from etcd: push again"
             )
             raise NotReady(msg)
         if header.trainer not in self.directory.trainers:
-            msg = f"trainer {header.trainer[:80]!r} is no member in generation {state.generation}: register, and read the lanes again"
+            msg = (
+                f"trainer {header.trainer[:80]!r} is no member in generation {state.generation}: "
+                "register, and read the lanes again"
+            )
             raise StaleGeneration(msg, generation=state.generation)
 
     def check(self, header: MessageHeader) -> None:
         """Raises BadFrame, LayoutMismatch: the message is not for it; NotReady: its index is in doubt."""
         if header.protocol != PROTOCOL_VERSION:
-            msg = f"protocol {header.protocol}: this pserver speaks {PROTOCOL_VERSION}; run the same version everywhere"
+            msg = (
+                f"protocol {header.protocol}: this pserver speaks {PROTOCOL_VERSION}; run the same "
+                "version everywhere"
+            )
             raise BadFrame(msg)
         if header.job != self.job:
             msg = f"message of job {header.job!r} at a pserver of job {self.job!r}: check TRIREME_JOB"
             raise LayoutMismatch(msg)
         if self.in_doubt:
-            msg = f"the lease of pserver-{self.index} ({self.incarnation}) may have run out: it waits until etcd says whether the index is still its own; ask again"
+            msg = (
+                f"the lease of pserver-{self.index} ({self.incarnation}) may have run out: it waits "
+                "until etcd says whether the index is still its own; ask again"
+            )
             raise NotReady(msg)
-        self.term = max(self.term, header.term if self.directory is None else min(header.term, self.directory.term))
+        self.term = max(
+            self.term, header.term if self.directory is None else min(header.term, self.directory.term)
+        )
 
     def _ready(self, header: MessageHeader) -> Store:
         self.check(header)
@@ -378,10 +411,13 @@ class BlockServer:
         return self.store
 
     def not_ready(self) -> NotReady:
-        return NotReady(f"pserver-{self.index} ({self.incarnation}) has no parameters yet: wait for init_ps/done")
+        return NotReady(
+            f"pserver-{self.index} ({self.incarnation}) has no parameters yet: wait for init_ps/done"
+        )
 
     def check_claim(self, store: Store, header: PushHeader) -> None:
-        """Raises NotReady, WrongOwner: what the push claims would not reach all owners of the step's blocks."""
+        """Raises NotReady, WrongOwner: what the push claims would not reach all owners of the step's
+        blocks."""
         self.check_map(store, header.slots)
 
     def check_map(self, store: Store, version: int) -> None:
@@ -400,7 +436,8 @@ class BlockServer:
 
 
 async def settled(pushing: OpenPush, changed: asyncio.Event, limit_s: float) -> bool:
-    """Wait until nothing of the push is `waiting`. Return False if something did not move for `limit_s`. `changed` is set when less of it waits."""
+    """Wait until nothing of the push is `waiting`. Return False if something did not move for `limit_s`.
+    `changed` is set when less of it waits."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LENT_S):
             while pushing.waiting:

@@ -32,7 +32,8 @@ async def compile_when_used(_layout: Layout) -> None:
 
 
 def _compile() -> None:
-    from trireme_shared.tables.first_use import compile_loops  # noqa: PLC0415  numba takes a second to be loaded
+    # numba takes a second to be loaded
+    from trireme_shared.tables.first_use import compile_loops  # noqa: PLC0415
 
     compile_loops()
     gc.collect()
@@ -80,6 +81,8 @@ class StartRows(Protocol):
 class TakesHandoffs(Protocol):
     """Takes blocks of other parameter servers."""
 
-    async def take(self, header: HandoffHeader, parts: AsyncIterator[tuple[HandoffPart, Payload]]) -> HandoffAnswer:
+    async def take(
+        self, header: HandoffHeader, parts: AsyncIterator[tuple[HandoffPart, Payload]]
+    ) -> HandoffAnswer:
         """Raises NotReady: send the parts again; BadFrame."""
         ...

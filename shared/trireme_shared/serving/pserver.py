@@ -12,7 +12,13 @@ from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.checkpoints.start_tables import mark_in
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import telemetry
-from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, WrongOwner
+from trireme_shared.protocol.errors import (
+    InvalidArgument,
+    LayoutMismatch,
+    NotReady,
+    StaleGeneration,
+    WrongOwner,
+)
 from trireme_shared.protocol.records import JobState, Mode
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.wire.messages import (
@@ -60,10 +66,18 @@ class Pserver(BlockServer):
         self.handoffs: TakesHandoffs | None = None
 
     def __repr__(self) -> str:
-        return f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, {len(self.pulls)} pulls wait>"
+        return (
+            f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, "
+            f"{len(self.pulls)} pulls wait>"
+        )
 
     def claimed(
-        self, index: int, directory: Directory, own_place: OwnPlace, start_rows: StartRows, handoffs: TakesHandoffs
+        self,
+        index: int,
+        directory: Directory,
+        own_place: OwnPlace,
+        start_rows: StartRows,
+        handoffs: TakesHandoffs,
     ) -> None:
         """The process has this index from now on. `directory` knows the job's spec."""
         assert directory.spec is not None
@@ -83,7 +97,10 @@ class Pserver(BlockServer):
         """
         self.check(header)
         if header.pserver != self.index:
-            msg = f"initial blocks for pserver-{header.pserver} came to pserver-{self.index}: read the addresses again"
+            msg = (
+                f"initial blocks for pserver-{header.pserver} came to pserver-{self.index}: read the "
+                "addresses again"
+            )
             raise WrongOwner(msg)
         self._check_beginning(header)
         if self._is_same(header):
@@ -121,7 +138,10 @@ class Pserver(BlockServer):
         return self.store is None or self.timeline == state.timeline
 
     async def info(self) -> PserverInfo:
-        common = self.common_info() | {"checkpoint_error": self.checkpoint_error, "ready": self.store is not None}
+        common = self.common_info() | {
+            "checkpoint_error": self.checkpoint_error,
+            "ready": self.store is not None,
+        }
         store = self.store
         if store is None:
             return PserverInfo(**common)
@@ -150,7 +170,9 @@ class Pserver(BlockServer):
             msg = f"task {query.task_id[:40]!r} is not in the ledger: only training tasks (numbers) are"
             raise InvalidArgument(msg)
         if not isinstance(self.store, AsyncStore):
-            raise InvalidArgument("a synchronous job has no ledger: each of its steps counts once by its lanes")
+            raise InvalidArgument(
+                "a synchronous job has no ledger: each of its steps counts once by its lanes"
+            )
         return self.store.ledger.next_of(query.epoch, int(query.task_id))
 
     async def take_handoff(
@@ -185,9 +207,14 @@ class Pserver(BlockServer):
             return
         timeline = self.directory.known_state.timeline
         if header.timeline > timeline:
-            raise NotReady(f"pserver-{self.index} sees timeline {timeline}, not {header.timeline} yet: ask again")
+            raise NotReady(
+                f"pserver-{self.index} sees timeline {timeline}, not {header.timeline} yet: ask again"
+            )
         if header.timeline < timeline:
-            msg = f"initial values of timeline {header.timeline}: the job is in {timeline}; read the job's state again"
+            msg = (
+                f"initial values of timeline {header.timeline}: the job is in {timeline}; read the "
+                "job's state again"
+            )
             raise StaleGeneration(msg, timeline=timeline)
         if header.slots:
             self.check_map_version(
@@ -195,7 +222,8 @@ class Pserver(BlockServer):
             )
 
     def _is_same(self, header: InitHeader) -> bool:
-        """Whether these parameters are loaded already. Those of another timeline are not the job's any more."""
+        """Whether these parameters are loaded already. Those of another timeline are not the job's any
+        more."""
         if self.store is None or self.timeline != header.timeline:
             return False
         _check_same_model(self.store.layout, self.store.mode, header)
@@ -214,7 +242,9 @@ def _check_same_model(layout: Layout, mode: Mode, header: InitHeader) -> None:
     )
     if mine != theirs:
         msg = (
-            f"model {header.layout.digest[:12]} ({header.mode}, {len(header.layout.segments)} segments) does not fit the loaded "
-            f"{layout.digest[:12]} ({mode}, {len(layout.segments)} segments): all trainers must run the same script"
+            f"model {header.layout.digest[:12]} ({header.mode}, {len(header.layout.segments)} "
+            "segments) does not fit the loaded "
+            f"{layout.digest[:12]} ({mode}, {len(layout.segments)} segments): all trainers must "
+            "run the same script"
         )
         raise LayoutMismatch(msg)

@@ -1,6 +1,7 @@
 """The rows of embedding tables, out of the parts of a checkpoint into tables in memory; those of own slots.
 
-part, then those that it builds on, newest first --place, take--> rows that no newer part tells of --the whole part--> tables
+part, then those that it builds on, newest first --place, take--> rows that no newer part tells of --the whole
+    part--> tables
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trireme_shared.checkpoints import stored
-from trireme_shared.checkpoints.tables import EXPIRED, REMOVED, Records, ids_for, records_for, table_in, updates_in
+from trireme_shared.checkpoints.tables import (
+    EXPIRED,
+    REMOVED,
+    Records,
+    ids_for,
+    records_for,
+    table_in,
+    updates_in,
+)
 from trireme_shared.platform.storage.tensor_file import Entry, Sink, Summary
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import SlotMap
@@ -60,8 +69,9 @@ class TableLoader:
             self._rows.go_on_from(max(versions))
 
     def load(self, storage_url: str, part: CheckpointPart, other: Sink) -> Summary:
-        """The rows of a part and of those that it builds on, as old here as they were there; `other` names the memory for its tensors that are of no table.
-        What the part tells of itself. Raises CheckpointUnusable: the tables must not be used; OSError."""
+        """The rows of a part and of those that it builds on, as old here as they were there; `other` names
+        the memory for its tensors that are of no table. What the part tells of itself. Raises
+        CheckpointUnusable: the tables must not be used; OSError."""
         from trireme_shared.tables.snapshot import Chain  # noqa: PLC0415  loads numba
 
         chains = {name: Chain() for name in self._tables}
@@ -131,7 +141,9 @@ class TableLoader:
             if what == REMOVED:
                 chain.gone(records)
             elif what != "sketch":
-                for slot, rows in by_slot(chain.rows(self._mine(table, records)), table.spec.seed, table.slot_count):
+                for slot, rows in by_slot(
+                    chain.rows(self._mine(table, records)), table.spec.seed, table.slot_count
+                ):
                     newer[name].setdefault(slot, []).append(rows)
         for chain in chains.values():
             chain.next_older()

@@ -1,5 +1,5 @@
-"""The loops of embedding tables, compiled or loaded before anybody waits for them: that takes seconds, in which an event loop would be still
-and a lease could expire."""
+"""The loops of embedding tables, compiled or loaded before anybody waits for them: that takes seconds, in
+which an event loop would be still and a lease could expire."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SLOTS, IDS, DIM, STEPS = 4, 64, 4, 12
 
 @cache
 def compile_loops() -> None:
-    """Once in a process; blocks. numba keeps on disk what it has compiled: the next process takes tenths of a second."""
+    """Once in a process; blocks. numba keeps on disk what it has compiled: the next process takes tenths of a
+    second."""
     values = np.zeros((IDS, DIM), np.float32)
     row_loops.touch(np.uint64(values.ctypes.data), values.nbytes)
     kept = Table(_spec({"admit_after": 2, "evict_after_steps": 3}), SLOTS)

@@ -14,8 +14,10 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """`given`: int64 (n,), the occurrences as they came. `ids`: int64 (k,), ascending, each once. `order`: int64 (n,): the occurrences, by id; of an id in the order in which torch coalesces
-    sparse gradients: that of its sort, which does not keep equal ids in theirs. `starts`: int64 (k + 1,): where each id's begin, and the end."""
+    """`given`: int64 (n,), the occurrences as they came. `ids`: int64 (k,), ascending, each once. `order`:
+    int64 (n,): the occurrences, by id; of an id in the order in which torch coalesces sparse gradients: that
+    of its sort, which does not keep equal ids in theirs. `starts`: int64 (k + 1,): where each id's begin, and
+    the end."""
 
     given: Numbers
     ids: Numbers
@@ -32,12 +34,17 @@ class Grouped:
 def grouped(ids: Numbers) -> Grouped:
     """int64 (n,)."""
     ordered, order = (found.numpy() for found in torch.from_numpy(ids).sort())
-    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(ids) else np.empty(0, np.int64)
+    first = (
+        np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        if len(ids)
+        else np.empty(0, np.int64)
+    )
     return Grouped(ids, ordered[first], order, np.append(first, len(ids)))
 
 
 class Pieces:
-    """At least one array of ids, int64 (n,), ascending; no id is in two of them. The first may be large, the others many: nothing of what belongs to them is moved."""
+    """At least one array of ids, int64 (n,), ascending; no id is in two of them. The first may be large, the
+    others many: nothing of what belongs to them is moved."""
 
     def __init__(self, pieces: Sequence[Numbers]) -> None:
         self.count = len(pieces)
@@ -48,7 +55,8 @@ class Pieces:
         self._rest = found[self._order]
 
     def find(self, ids: Numbers) -> Iterator[tuple[int, Numbers, Numbers]]:
-        """Of each piece that has some of the ids (int64 (n,), any order): its number, which of the ids, and where in it they are."""
+        """Of each piece that has some of the ids (int64 (n,), any order): its number, which of the ids, and
+        where in it they are."""
         there, at = _found(self._first, ids)
         if len(there):
             yield 0, there, at

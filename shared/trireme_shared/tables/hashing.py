@@ -1,8 +1,10 @@
 """Where an id of a table belongs, and which random bits it has: pure functions of (seed of the table, id).
 
-    id --mix64--> hash --mod slot_count--> slot --slot map--> parameter server        hash --mix64--> bits of the initial row
+    id --mix64--> hash --mod slot_count--> slot --slot map--> parameter server
+        hash --mix64--> bits of the initial row
 
-All arithmetic is modulo 2**64, so it is the same on every machine. The kernels (kernels/) compute the same; a test compares.
+All arithmetic is modulo 2**64, so it is the same on every machine. The kernels (kernels/) compute the same; a
+test compares.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def slots_of(ids: Ids, seed: int, slot_count: int) -> npt.NDArray[np.int64]:
 
 
 def slots_of_tables(ids: Sequence[Ids], seeds: Sequence[int], slot_count: int) -> npt.NDArray[np.int64]:
-    """`slots_of` the ids of several tables, one after the other: int64 (n,) of all. `seeds`: of each table."""
+    """`slots_of` the ids of several tables, one after the other: int64 (n,) of all. `seeds`: of each
+    table."""
     flat = np.concatenate(ids).view(np.uint64)
     flat ^= np.repeat(np.array(seeds, np.uint64), [len(some) for some in ids])
     with np.errstate(over="ignore"):
@@ -61,5 +64,6 @@ def owned_slots(owners: Sequence[int], index: int) -> npt.NDArray[np.bool_]:
 
 
 def ids_of_texts(texts: Sequence[str]) -> Ids:
-    """An id for each text, int64 (n,): XXH3, 64 bits, seed 0, of its UTF-8 bytes, as a signed number in [-2**63, 2**63)."""
+    """An id for each text, int64 (n,): XXH3, 64 bits, seed 0, of its UTF-8 bytes, as a signed number in
+    [-2**63, 2**63)."""
     return np.array([xxhash.xxh3_64_intdigest(text.encode()) for text in texts], np.uint64).view(np.int64)

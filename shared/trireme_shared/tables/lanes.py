@@ -1,4 +1,5 @@
-"""The gradient of a step's rows: over the lanes the canonical tree of weighted means (shared/trireme_shared/protocol/lanes.py), a lane without an id counting as zero.
+"""The gradient of a step's rows: over the lanes the canonical tree of weighted means
+(shared/trireme_shared/protocol/lanes.py), a lane without an id counting as zero.
 
 sums of each lane's minibatch, by ids that ascend --> all ids of the step, and the mean gradient of each
 """
@@ -21,8 +22,9 @@ Mean = tuple[Numbers, Floats | None]
 
 @dataclass(slots=True)
 class LaneRows:
-    """Of one lane and table. `ids`: int64 (n,), ascending, each once. `gradients`: float32 (n, dim): the sum over each id's
-    occurrences in the minibatch. `count`: records of the minibatch; 0: the lane has no data in this step."""
+    """Of one lane and table. `ids`: int64 (n,), ascending, each once. `gradients`: float32 (n, dim): the sum
+    over each id's occurrences in the minibatch. `count`: records of the minibatch; 0: the lane has no data in
+    this step."""
 
     ids: Numbers
     gradients: Floats
@@ -30,21 +32,23 @@ class LaneRows:
 
 
 def sums_of_ids(ids: Numbers, gradients: Floats) -> tuple[Numbers, Floats]:
-    """The ids, ascending, each once, and the sums of their gradients. `ids`: int64 (n,); `gradients`: float32 (n, dim). Those of an id are added in the order in
-    which torch coalesces sparse gradients."""
+    """The ids, ascending, each once, and the sums of their gradients. `ids`: int64 (n,); `gradients`: float32
+    (n, dim). Those of an id are added in the order in which torch coalesces sparse gradients."""
     found = grouped(ids)
     return found.ids, sums_of(found, gradients)
 
 
 def sums_of(occurrences: Grouped, gradients: Floats) -> Floats:
-    """The sums of the gradients of each id: float32 (k, dim). `gradients`: of each occurrence, float32 (n, dim), contiguous."""
+    """The sums of the gradients of each id: float32 (k, dim). `gradients`: of each occurrence, float32 (n,
+    dim), contiguous."""
     sums = np.empty((len(occurrences.ids), gradients.shape[1]), np.float32)
     row_loops.segment_sums(occurrences.order, occurrences.starts, gradients, sums)
     return sums
 
 
 def mean_over_lanes(lanes: Sequence[LaneRows], dim: int) -> Mean:
-    """The ids of all lanes, ascending, and their gradients. `lanes`: all of the step, in order; their number is a power of two. None: no lane has data."""
+    """The ids of all lanes, ascending, and their gradients. `lanes`: all of the step, in order; their number
+    is a power of two. None: no lane has data."""
     steps = means_over_lanes(lanes, dim)
     while True:
         try:
@@ -78,7 +82,8 @@ def means_over_lanes(lanes: Sequence[LaneRows], dim: int) -> Generator[None, Non
 
 
 def mean_over_minibatches(minibatches: Sequence[Sequence[LaneRows]], dims: Sequence[int]) -> list[LaneRows]:
-    """Of each table, as if they were one minibatch: the mean by numbers of records, in the order of the tree. `minibatches`: at least one; of each all tables."""
+    """Of each table, as if they were one minibatch: the mean by numbers of records, in the order of the tree.
+    `minibatches`: at least one; of each all tables."""
     if len(minibatches) == 1:
         return list(minibatches[0])
     width, found = 1 << (len(minibatches) - 1).bit_length(), []
@@ -86,7 +91,9 @@ def mean_over_minibatches(minibatches: Sequence[Sequence[LaneRows]], dims: Seque
         lanes = [each[table] for each in minibatches]
         nothing = LaneRows(NO_IDS, np.empty((0, dim), np.float32), 0)
         ids, mean = mean_over_lanes([*lanes, *[nothing] * (width - len(lanes))], dim)
-        found.append(LaneRows(ids, nothing.gradients if mean is None else mean, sum(lane.count for lane in lanes)))
+        found.append(
+            LaneRows(ids, nothing.gradients if mean is None else mean, sum(lane.count for lane in lanes))
+        )
     return found
 
 

@@ -1,9 +1,11 @@
-"""Which rows leave: expired ones, slot after slot; and of a slot that is full those that were changed longest ago, of one step those with the least ids.
+"""Which rows leave: expired ones, slot after slot; and of a slot that is full those that were changed longest
+ago, of one step those with the least ids.
 
     all rows of a slot --now and then--> queue of its oldest --one after the other--> gone
 
-A row of the queue that was changed since stays: its stamp is another. All others are newer than those in the queue, so which rows leave does not depend
-on when queues were made. RemovedIds tells for a while which ids have left, so that a delta can name them.
+A row of the queue that was changed since stays: its stamp is another. All others are newer than those in the
+queue, so which rows leave does not depend on when queues were made. RemovedIds tells for a while which ids
+have left, so that a delta can name them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from trireme_shared.tables.needs import QUEUE_SHARE, SKETCH_CELLS
 
 LEAST = 16  # places of a queue
 AT_ONCE = 4096  # rows that leave between two values
-MOST_COUNTED = 0.5  # minibatches less than `admit_after` for each cell: below 2 % of rare ids then get a row too early
+# minibatches less than `admit_after` for each cell: below 2 % of rare ids then get a row too early
+MOST_COUNTED = 0.5
 SWEEPS = 128  # of a slot in `evict_after_steps` steps, if it has so many rows for so long
 
 Stamps = np.int32
@@ -52,8 +55,9 @@ class Oldest:
         return self._ids.nbytes + self._stamps.nbytes
 
     def leave(self, cells: Cells, surplus: Numbers, version: int) -> Iterator[tuple[Numbers, Words]]:
-        """Removes `surplus[slot]` cells of each slot (int64 (slots,); not above 0: none), none of them changed in `version`, of which there are enough. Yields
-        ids and words of some of them, perhaps of none, after some milliseconds of work."""
+        """Removes `surplus[slot]` cells of each slot (int64 (slots,); not above 0: none), none of them
+        changed in `version`, of which there are enough. Yields ids and words of some of them, perhaps of
+        none, after some milliseconds of work."""
         slots = np.flatnonzero(surplus > 0)
         needed, place = surplus[slots], 0
         ids, words = np.empty(AT_ONCE, np.int64), np.empty(AT_ONCE, np.uint64)
@@ -111,8 +115,8 @@ def without_room(slots: Numbers, room: Numbers) -> Flags:
 
 
 def forget_counts(sketch: npt.NDArray[np.uint8], needed: int) -> Flags:
-    """Halves all counts of each slot that has counted so much that many counts would be too high; answers of which slots: bool (slots,). In place.
-    (Einziger, Friedman, Manes 2017: TinyLFU's reset.)"""
+    """Halves all counts of each slot that has counted so much that many counts would be too high; answers of
+    which slots: bool (slots,). In place. (Einziger, Friedman, Manes 2017: TinyLFU's reset.)"""
     counted = sketch[:, :SKETCH_CELLS].sum(axis=1, dtype=np.int64)
     full: Flags = counted > MOST_COUNTED * SKETCH_CELLS * (needed - 1)
     sketch[full] >>= 1
@@ -120,7 +124,8 @@ def forget_counts(sketch: npt.NDArray[np.uint8], needed: int) -> Flags:
 
 
 def swept(version: int, ttl: int, slots: int) -> range:
-    """The slots that give back expired rows in the step that makes `version`: each comes up SWEEPS times in `ttl` steps, if there are so many of both."""
+    """The slots that give back expired rows in the step that makes `version`: each comes up SWEEPS times in
+    `ttl` steps, if there are so many of both."""
     round_steps = min(max(1, ttl // SWEEPS), slots)
     turn = version % round_steps
     return range(turn * slots // round_steps, (turn + 1) * slots // round_steps)
@@ -153,7 +158,8 @@ class RemovedIds:
         return f"<RemovedIds: {self.count} since version {self._floor}>"
 
     def add(self, version: int, ids: Numbers, rows: int) -> None:
-        """They left in the step to `version`. `rows`: of the table. More than a quarter of it are not kept: a delta would be no smaller."""
+        """They left in the step to `version`. `rows`: of the table. More than a quarter of it are not kept: a
+        delta would be no smaller."""
         self._log.append((version, ids))
         self.count += len(ids)
         if self.count > max(LEAST_KEPT, rows // 4):
@@ -164,7 +170,8 @@ class RemovedIds:
         self._floor, self._log, self.count = version + 1, [], 0
 
     def since(self, version: int) -> Numbers | None:
-        """int64 (n,), ascending: those that have left since `version`; some may have come back. None: not known."""
+        """int64 (n,), ascending: those that have left since `version`; some may have come back. None: not
+        known."""
         if version < self._floor:
             return None
         found = [ids for left, ids in self._log if left >= version]

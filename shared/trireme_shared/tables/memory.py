@@ -1,10 +1,12 @@
 """The memory of a table: cells that say where a row is, and rows.
 
-    slots --capacities--> cells: a hash table for each slot, which grows for itself     chunks: up to 64 MiB of rows each
+    slots --capacities--> cells: a hash table for each slot, which grows for itself
+        chunks: up to 64 MiB of rows each
 
-Rows never move. The tables of slots have different limits of load, so they do not all grow in the same step; one that grows is filled some
-cells at a time, and until it is whole the old one can be read. Memory of rows is touched ahead of its use (TouchedRows). What takes long is
-done in portions, and others have their turn between two of them.
+Rows never move. The tables of slots have different limits of load, so they do not all grow in the same step;
+one that grows is filled some cells at a time, and until it is whole the old one can be read. Memory of rows
+is touched ahead of its use (TouchedRows). What takes long is done in portions, and others have their turn
+between two of them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from trireme_shared.tables.kernels import saving as saving_loops
 from trireme_shared.tables.needs import AFTER_GROWTH, CELL_BYTES, LEAST_LOAD, LOADS
 
 PIECE_BYTES = 2 << 20  # a large page
-SMALL_BYTES = 1 << 20  # at least, at the beginning of a table: no large pages, which are touched when they are used
+# at least, at the beginning of a table: no large pages, which are touched when they are used
+SMALL_BYTES = 1 << 20
 WAIT_S = 0.001  # between two values of `until`, if the memory is not there
 MOST_WAITS = 5000  # then who needs it touches it
 _threads: list[ThreadPoolExecutor] = []  # none or one
@@ -50,11 +53,12 @@ def small_bytes(address: int) -> int:
 
 
 class TouchedRows:
-    """How many rows of a table have memory that was touched already: a thread of the process does so before anybody needs them. `shift`:
-    a chunk has 2 ** shift rows.
+    """How many rows of a table have memory that was touched already: a thread of the process does so before
+    anybody needs them. `shift`: a chunk has 2 ** shift rows.
 
-    The system gives a page when it is written for the first time. A large one (2 MiB) is given in one piece: 0.2 ms at best, and 5 to 30 ms where a virtual machine gets
-    the memory from its host in that moment. So nobody who serves others does it: a step that needs more rows than are there waits in its turns.
+    The system gives a page when it is written for the first time. A large one (2 MiB) is given in one piece:
+    0.2 ms at best, and 5 to 30 ms where a virtual machine gets the memory from its host in that moment. So
+    nobody who serves others does it: a step that needs more rows than are there waits in its turns.
 
         rows of chunks --ask--> pieces --thread, one after the other--> there
     """
@@ -87,7 +91,8 @@ class TouchedRows:
             self._pieces.append((self._asked, done))
 
     def are_there(self, rows: int, wait_s: float = 0.0) -> bool:
-        """Whether the first `rows` can be written without waiting for the system; they have been asked for."""
+        """Whether the first `rows` can be written without waiting for the system; they have been asked
+        for."""
         if self._there < rows and wait_s and self._pieces:
             wait([self._pieces[0][1]], wait_s)
         while self._pieces and self._pieces[0][1].done():
@@ -96,8 +101,8 @@ class TouchedRows:
         return self._there >= rows
 
     def until(self, rows: int) -> Iterator[None]:
-        """Waits until they are there, WAIT_S between two values; but no longer than MOST_WAITS: then the thread is gone or starved, and whoever writes them
-        touches them."""
+        """Waits until they are there, WAIT_S between two values; but no longer than MOST_WAITS: then the
+        thread is gone or starved, and whoever writes them touches them."""
         for _ in range(MOST_WAITS):
             if self.are_there(rows, WAIT_S):
                 return
@@ -106,7 +111,8 @@ class TouchedRows:
 
 
 def soon_touched(*shape: int) -> npt.NDArray[np.uint8]:
-    """Zeros, uint8, whose memory the thread touches: ids come in no order, so the first of them would need all of it at once."""
+    """Zeros, uint8, whose memory the thread touches: ids come in no order, so the first of them would need
+    all of it at once."""
     made = np.zeros(shape, np.uint8)
     if made.nbytes > SMALL_BYTES:
         _thread().submit(touch, made, 0, made.nbytes)
@@ -163,7 +169,8 @@ def with_places(words: Words, places: Numbers) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class CellsOfSlots:
-    """Copies. `slots`: int64 (k,). `ids`: int64, `words`: uint64, slot after slot; `ends`: int64 (k,), where those of each end."""
+    """Copies. `slots`: int64 (k,). `ids`: int64, `words`: uint64, slot after slot; `ends`: int64 (k,), where
+    those of each end."""
 
     slots: Numbers
     ids: Numbers
@@ -185,14 +192,19 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """Of the rows that are, or have been, in use, or were touched; chunks beyond them have no memory yet."""
+        """Of the rows that are, or have been, in use, or were touched; chunks beyond them have no memory
+        yet."""
         return max(self.next, self._touched.touched) * self.width * 4
 
     def reserve(self, rows: int) -> None:
-        """Room for so many more, whose memory is asked for, and that of as many again. Raises InvalidArgument."""
+        """Room for so many more, whose memory is asked for, and that of as many again. Raises
+        InvalidArgument."""
         needed = self._needed(rows)
         if needed > MOST_ROWS - 1:
-            msg = f"a table would have {needed} rows at one parameter server, at most {MOST_ROWS - 1} are possible"
+            msg = (
+                f"a table would have {needed} rows at one parameter server, at most {MOST_ROWS - 1} "
+                "are possible"
+            )
             raise InvalidArgument(msg, hint="use more parameter servers (trireme scale), or set max_rows")
         ahead = min(2 * needed - self.next, MOST_ROWS - 1)
         while len(self._chunks) << self.shift < ahead:
@@ -201,7 +213,8 @@ class Rows:
         self._touched.ask(self._chunks, ahead)
 
     def reserve_in_turns(self, rows: int) -> Iterator[None]:
-        """`reserve`, and waits until the memory of these is there: a millisecond between two values. Raises InvalidArgument."""
+        """`reserve`, and waits until the memory of these is there: a millisecond between two values. Raises
+        InvalidArgument."""
         self.reserve(rows)
         yield from self._touched.until(self._needed(rows))
 
@@ -217,13 +230,17 @@ class Rows:
         taken = np.empty(count, np.int64)
         reused = min(count, self.free_count)
         if reused:
-            self._free = cell_loops.take_free(self.addresses, self.shift, self.width, self._free, taken[:reused])
+            self._free = cell_loops.take_free(
+                self.addresses, self.shift, self.width, self._free, taken[:reused]
+            )
             self.free_count -= reused
         taken[reused:] = np.arange(self.next, self.next + count - reused)
         self.next += count - reused
         return taken
 
-    def insert(self, cells: Cells, ids: Numbers, step: int, places: Numbers, admitted: npt.NDArray[np.bool_]) -> None:
+    def insert(
+        self, cells: Cells, ids: Numbers, step: int, places: Numbers, admitted: npt.NDArray[np.bool_]
+    ) -> None:
         """Rows, and cells, for admitted ids whose place is ABSENT; there is room for all."""
         self._free, self.free_count, self.next = cell_loops.insert(
             cells.addresses,
@@ -248,7 +265,9 @@ class Rows:
         row_loops.read_rows(self.addresses, self.shift, self.width, rows, out)
         return out
 
-    def to_records(self, ids: Numbers, marks: Words, places: Numbers, kept: Floats, dim: int, records: Numbers) -> bool:
+    def to_records(
+        self, ids: Numbers, marks: Words, places: Numbers, kept: Floats, dim: int, records: Numbers
+    ) -> bool:
         """See the loop. Whether all values are finite."""
         views = records, records.view(np.float32), records.view(np.int32)
         loop = saving_loops.to_records
@@ -275,7 +294,8 @@ class Cells:
         return int(self.capacities.sum()) * CELL_BYTES
 
     def reserve(self, more: Numbers) -> Iterator[None]:
-        """Room for `more[slot]` more ids in each slot; about a millisecond of work between two values, whatever the size."""
+        """Room for `more[slot]` more ids in each slot; about a millisecond of work between two values,
+        whatever the size."""
         new = 0
         for slot in np.flatnonzero(self.lack(more)).tolist():
             yield from self._move(slot, int(self.used[slot] + more[slot]))
@@ -296,7 +316,8 @@ class Cells:
             last = min(first + CELLS_AT_ONCE, old)
             cell_loops.rehash(self.addresses[slot], old, first, last, target, capacity, self.seed)
             yield
-        if not old:  # what is moved touches the pages in order; ids that come would touch many of them at once
+        # what is moved touches the pages in order; ids that come would touch many of them at once
+        if not old:
             for first in range(0, capacity, CELLS_AT_ONCE):
                 some = min(CELLS_AT_ONCE, capacity - first)
                 row_loops.touch(target + np.uint64(CELL_BYTES * first), CELL_BYTES * some)
@@ -309,8 +330,9 @@ class Cells:
         self.addresses[slot], self.capacities[slot] = cells.ctypes.data, len(cells) // 2
 
     def of_slot(self, slot: int, first: int = 0, last: int = HASHES) -> tuple[Numbers, Words]:
-        """Copies of the ids and the words of a slot, in no order that means anything; of those with hashes [first, last). These are halves of the hash, whatever
-        the size of the slot: so a slot can be read part after part, though it grows meanwhile."""
+        """Copies of the ids and the words of a slot, in no order that means anything; of those with hashes
+        [first, last). These are halves of the hash, whatever the size of the slot: so a slot can be read part
+        after part, though it grows meanwhile."""
         used, address, capacity = int(self.used[slot]), self.addresses[slot], int(self.capacities[slot])
         ids, words = np.empty(used, np.int64), np.empty(used, np.uint64)
         if used and last - first < HASHES:
@@ -382,7 +404,8 @@ def _new_cells(ids: int) -> Words:
 
 
 def _zeros(count: int, *, first: bool) -> Floats:
-    """float32 (count,), in large pages where the system has them: rows are read in no order. `first`: of a table, which may stay small."""
+    """float32 (count,), in large pages where the system has them: rows are read in no order. `first`: of a
+    table, which may stay small."""
     pages = _pages(4 * count)
     found = np.frombuffer(pages, np.float32)
     start = min(4 * count, small_bytes(found.ctypes.data)) if first else 0

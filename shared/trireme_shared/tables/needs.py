@@ -13,7 +13,9 @@ CELL_BYTES = 16  # the id; stamp, frequency and row
 LEAST_LOAD, LOADS = (
     0.55,
     0.20,
-)  # a slot gets a larger table when so many of its cells are used: the limit lies between the first and their sum
+    # a slot gets a larger table when so many of its cells are used: the limit lies between the first and
+    # their sum
+)
 AFTER_GROWTH = 0.42  # of the cells are used then
 SKETCH_DEPTH, SKETCH_CELLS = 4, 1024  # of each slot
 QUEUE_SHARE, QUEUE_BYTES = 8, 12  # one row in so many is in its slot's queue of the oldest
@@ -52,8 +54,11 @@ class Needs:
         return f"{self.count:,} rows take at most {self.total / 1e9:.2f} GB: {told}"
 
 
-def needs_of(spec: TableSpec, rows: int, ids: int, slot_count: int = 1024, lanes: int = 1, snapshot: int = 0) -> Needs:
-    """`rows`: that one parameter server has. `ids`: of a minibatch, of these. `snapshot`: bytes that a checkpoint may keep."""
+def needs_of(
+    spec: TableSpec, rows: int, ids: int, slot_count: int = 1024, lanes: int = 1, snapshot: int = 0
+) -> Needs:
+    """`rows`: that one parameter server has. `ids`: of a minibatch, of these. `snapshot`: bytes that a
+    checkpoint may keep."""
     queue = -(-(spec.max_rows or 0) // QUEUE_SHARE) * QUEUE_BYTES
     sketch = slot_count * SKETCH_DEPTH * SKETCH_CELLS if spec.admit_after > 1 else 0
     ids_of_step = ids * lanes

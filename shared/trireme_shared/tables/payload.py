@@ -1,8 +1,11 @@
-"""Ids and rows of all tables of a model as one payload, for a lookup, its answer, and the gradients of a lane.
+"""Ids and rows of all tables of a model as one payload, for a lookup, its answer, and the gradients of a
+lane.
 
-    counts (n of each table, in the order of the layout) in the header; then all ids (int64), then all rows (float32), table after table
+    counts (n of each table, in the order of the layout) in the header; then all ids (int64), then all rows
+    (float32), table after table
 
-Rows may be cast to bfloat16 or float16, as blocks are (shared/trireme_shared/blocks/buffers.py). Little-endian, as everything on the wire.
+Rows may be cast to bfloat16 or float16, as blocks are (shared/trireme_shared/blocks/buffers.py).
+Little-endian, as everything on the wire.
 """
 
 from __future__ import annotations
@@ -25,15 +28,21 @@ Bytes = bytes | bytearray | memoryview
 Rows = npt.NDArray[np.float32]
 
 
-def size_of(counts: Sequence[int], dims: Sequence[int], *, ids: bool, rows: bool, dtype: Narrow | None = None) -> int:
-    """Bytes of a payload of these parts. `dtype`: of the rows, if it is not float32. Raises BadFrame: these counts cannot be."""
+def size_of(
+    counts: Sequence[int], dims: Sequence[int], *, ids: bool, rows: bool, dtype: Narrow | None = None
+) -> int:
+    """Bytes of a payload of these parts. `dtype`: of the rows, if it is not float32. Raises BadFrame: these
+    counts cannot be."""
     if len(counts) != len(dims) or any(count < 0 for count in counts):
         msg = f"counts {tuple(counts)[:8]} for {len(dims)} tables: expected one number of ids for each"
         raise BadFrame(msg)
     number = _number_bytes(dtype) * rows
     size = sum(count * (ID_BYTES * ids + number * dim) for count, dim in zip(counts, dims, strict=True))
     if size > MOST_BYTES:
-        msg = f"{sum(counts)} ids in one message are {size} bytes: at most {MOST_BYTES} are taken; use a smaller minibatch"
+        msg = (
+            f"{sum(counts)} ids in one message are {size} bytes: at most {MOST_BYTES} are taken; use a "
+            "smaller minibatch"
+        )
         raise BadFrame(msg)
     return size
 
@@ -63,7 +72,8 @@ def _bytes_of(array: Ids | Rows) -> memoryview:
 
 
 def narrowed(values: Rows, dtype: Narrow) -> memoryview:
-    """float32 of any shape -> its bytes in a narrower dtype. Raises OverflowError: a value is beyond float16."""
+    """float32 of any shape -> its bytes in a narrower dtype. Raises OverflowError: a value is beyond
+    float16."""
     narrow = torch.empty(values.size, dtype=DTYPES[dtype])
     if values.size:
         cast_into(narrow, torch.from_numpy(values.reshape(-1)))
@@ -104,7 +114,8 @@ def ids_in(
 def rows_in(
     payload: Bytes, counts: Sequence[int], dims: Sequence[int], *, ids: bool, dtype: Narrow | None = None
 ) -> list[Rows]:
-    """The rows of each table, float32 (n, dim), of a payload that has the right size; views of it, if they are float32 there."""
+    """The rows of each table, float32 (n, dim), of a payload that has the right size; views of it, if they
+    are float32 there."""
     view, found = memoryview(payload).cast("B"), []
     first = ID_BYTES * sum(counts) if ids else 0
     for count, dim in zip(counts, dims, strict=True):

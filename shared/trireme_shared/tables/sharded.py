@@ -1,10 +1,12 @@
 """A table whose slots belong to several processes, and move between them.
 
-source   parts of all its slots, while it steps --> frozen: `before` of them, and what those rows are now --> drop_slots --> give_back, in turns
-target   rows are put into slots that are `apart` --> what the last step changed is put right --> the slots are its own
+source   parts of all its slots, while it steps --> frozen: `before` of them, and what those rows are now -->
+    drop_slots --> give_back, in turns
+target   rows are put into slots that are `apart` --> what the last step changed is put right --> the slots
+    are its own
 
-Rows that a step changes while their slot is read may be read before or after it: the last step names them all in `before`, and they are
-sent again. So the reader needs no copy of the table.
+Rows that a step changes while their slot is read may be read before or after it: the last step names them all
+in `before`, and they are sent again. So the reader needs no copy of the table.
 """
 
 from __future__ import annotations
@@ -20,13 +22,23 @@ from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels import cells as cell_loops
 from trireme_shared.tables.kernels import parts
-from trireme_shared.tables.memory import HASHES, Floats, Numbers, Words, places_of, portions, rows_at_once, with_places
+from trireme_shared.tables.memory import (
+    HASHES,
+    Floats,
+    Numbers,
+    Words,
+    places_of,
+    portions,
+    rows_at_once,
+    with_places,
+)
 from trireme_shared.tables.table import Flags, RowsOfIds, Table, chosen_by_slot, joined
 
 
 @dataclass(slots=True)
 class _Dropped:
-    """A slot that was dropped. `cells`: uint64 (2 capacity,), of which the rows of the first `done` were given back. `listening`: who hears of the rows."""
+    """A slot that was dropped. `cells`: uint64 (2 capacity,), of which the rows of the first `done` were
+    given back. `listening`: who hears of the rows."""
 
     cells: Words
     listening: tuple[Callable[[RowsOfIds], None], ...]
@@ -34,8 +46,8 @@ class _Dropped:
 
 
 class ShardedTable(Table):
-    """`apart`: bool (slots,), of which the rows are at another version than the table, or belong to another process still: they are not counted,
-    not swept, and in no snapshot."""
+    """`apart`: bool (slots,), of which the rows are at another version than the table, or belong to another
+    process still: they are not counted, not swept, and in no snapshot."""
 
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
         super().__init__(spec, slot_count, version)
@@ -69,11 +81,15 @@ class ShardedTable(Table):
         self._forget_oldest(slots)
 
     def join_before(self, changed: RowsOfIds | None) -> None:
-        """What the last step changed in slots that came, as it was; None: not known, so the version before cannot be read."""
+        """What the last step changed in slots that came, as it was; None: not known, so the version before
+        cannot be read."""
         self._before = None if self._before is None or changed is None else [*self._before, changed]
 
-    def catch_up(self, slots: Flags, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> Iterator[None]:
-        """The step that the table has made already, for slots that lack it; after `prepare`, as `steps`. They are not apart any more."""
+    def catch_up(
+        self, slots: Flags, ids: Numbers, gradients: Floats | None, lr: float | None = None
+    ) -> Iterator[None]:
+        """The step that the table has made already, for slots that lack it; after `prepare`, as `steps`. They
+        are not apart any more."""
         if gradients is not None:
             yield from self._advance(ids, gradients, lr)
         self.apart[slots] = False
@@ -82,7 +98,8 @@ class ShardedTable(Table):
     # ------------------------------------------------------------ slots that leave
 
     def read_in_parts(self, slot: int, at_once: int) -> Iterator[RowsOfIds]:
-        """The rows of a slot, at most so many at a time, by ranges of their hashes. Steps may be made meanwhile: see the module."""
+        """The rows of a slot, at most so many at a time, by ranges of their hashes. Steps may be made
+        meanwhile: see the module."""
         first, ranges = 0, -(-int(self._cells.used[slot]) // at_once)
         for number in range(ranges):
             last = HASHES * (number + 1) // ranges
@@ -110,8 +127,8 @@ class ShardedTable(Table):
         return bool(cell_loops.all_in(ids, self._cells.seed, slots))
 
     def drop_slots(self, slots: Numbers) -> None:
-        """They belong to another process now: nobody finds their rows any more. The memory stays taken until `give_back`; snapshots that are open lack these rows
-        until then, and must not be read meanwhile."""
+        """They belong to another process now: nobody finds their rows any more. The memory stays taken until
+        `give_back`; snapshots that are open lack these rows until then, and must not be read meanwhile."""
         self.removed.lose(self.version)
         for apart in (True, False):  # snapshots never had those that are apart
             some = slots[self.apart[slots] == apart]
@@ -128,7 +145,8 @@ class ShardedTable(Table):
         return bool(self._dropped)
 
     def give_back(self) -> Iterator[None]:
-        """The memory of slots that were dropped; about a millisecond of work between two values, between which anything may happen."""
+        """The memory of slots that were dropped; about a millisecond of work between two values, between
+        which anything may happen."""
         while self._dropped:
             self._give_some_back(self._dropped[0])
             yield
@@ -152,7 +170,8 @@ class ShardedTable(Table):
     # ------------------------------------------------------------ slots that come
 
     def room_for(self, rows: int) -> Iterator[None]:
-        """Waits until there is memory for so many rows that come, and for those of a step that is prepared; a millisecond between two values."""
+        """Waits until there is memory for so many rows that come, and for those of a step that is prepared; a
+        millisecond between two values."""
         yield from self._rows.reserve_in_turns(rows + len(self._admitted))
 
     def put(self, rows: RowsOfIds) -> None:
@@ -182,7 +201,8 @@ class ShardedTable(Table):
         self._rows.give_back(places[places >= 0])
 
     def leave_surplus(self) -> int:
-        """Of slots that came with more rows than their share of `max_rows`, those with the least ids leave; answers how many."""
+        """Of slots that came with more rows than their share of `max_rows`, those with the least ids leave;
+        answers how many."""
         if self._oldest is None:
             return 0
         surplus = self._cells.used - self._oldest.quotas
@@ -204,5 +224,7 @@ class ShardedTable(Table):
 
     def _find(self, ids: Numbers) -> tuple[Numbers, Words]:
         places, words = np.empty(len(ids), np.int64), np.empty(len(ids), np.uint64)
-        cell_loops.find_words(self._cells.addresses, self._cells.capacities, self._cells.seed, ids, places, words)
+        cell_loops.find_words(
+            self._cells.addresses, self._cells.capacities, self._cells.seed, ids, places, words
+        )
         return places, words

@@ -1,12 +1,16 @@
-"""The rows of a table at one version, while the table goes on: all, or those that have changed since an older version.
+"""The rows of a table at one version, while the table goes on: all, or those that have changed since an older
+version.
 
-A row that no later step has touched still has a stamp of that version or before: it is read where it is. One that a step is about to
-change is kept first, once, as long as its slot is not written: so what is kept is bounded by the rows that steps touch meanwhile.
+A row that no later step has touched still has a stamp of that version or before: it is read where it is. One
+that a step is about to change is kept first, once, as long as its slot is not written: so what is kept is
+bounded by the rows that steps touch meanwhile.
 
-    some slots: their cells and what was kept, by ids --> rows, as records --> what was kept meanwhile, instead --> written
+    some slots: their cells and what was kept, by ids --> rows, as records --> what was kept meanwhile,
+        instead --> written
 
-The lock, which steps hold, is taken once for a group of slots: then what was kept is complete, and the cells of the next group are copied. Rows are read
-without it: if a step changes one meanwhile it is kept, and that is what counts.
+The lock, which steps hold, is taken once for a group of slots: then what was kept is complete, and the cells
+of the next group are copied. Rows are read without it: if a step changes one meanwhile it is kept, and that
+is what counts.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ TOGETHER = 32  # slots: few pieces, however many steps
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Slot after slot: `ids` (int64), `words` (uint64), and `places` (int64), where each has its row in `content` (float32 (n, width)), which is in no order: rows are
-    large. `ends`: int64 (k,), where those of each slot end."""
+    """Slot after slot: `ids` (int64), `words` (uint64), and `places` (int64), where each has its row in
+    `content` (float32 (n, width)), which is in no order: rows are large. `ends`: int64 (k,), where those of
+    each slot end."""
 
     ids: Numbers
     words: Words
@@ -62,14 +67,21 @@ class _Piece:
 
 
 class Overwritten:
-    """Rows as they were before steps changed or removed them, until whoever reads a snapshot has their slot: rows changed since `version`, of
-    versions after `after`. `bytes`: what they take.
+    """Rows as they were before steps changed or removed them, until whoever reads a snapshot has their slot:
+    rows changed since `version`, of versions after `after`. `bytes`: what they take.
 
-    step --add--> loose --> pieces: of one step and some slots, in the order of slots --take--> read         one thread adds, another one does the rest
+    step --add--> loose --> pieces: of one step and some slots, in the order of slots --take--> read
+        one thread adds, another one does the rest
     """
 
     def __init__(self, version: int, seed: int, slot_count: int, width: int) -> None:
-        self._version, self._after, self._seed, self._slot_count, self._width = version, -1, seed, slot_count, width
+        self._version, self._after, self._seed, self._slot_count, self._width = (
+            version,
+            -1,
+            seed,
+            slot_count,
+            width,
+        )
         self._lock = Lock()  # of what is loose
         self._next = 0  # slots before it are read
         self._loose: list[RowsOfIds] = []
@@ -108,7 +120,8 @@ class Overwritten:
         return found
 
     def narrow(self, after: int) -> None:
-        """Only rows of versions after that count from now on. Nothing has been taken yet, and nothing is added meanwhile."""
+        """Only rows of versions after that count from now on. Nothing has been taken yet, and nothing is
+        added meanwhile."""
         self._after = after
         self._sort()
         for pieces in self._pieces.values():
@@ -124,8 +137,9 @@ class Overwritten:
         return rows.where(np.unique(rows.ids, return_index=True)[1])
 
     def take(self, slots: Numbers) -> KeptRows:
-        """Those of slots that ascend, in each in the order in which they were changed; they are forgotten here, as those of slots before. An id may be there twice
-        if its slot left for another process, and came back: the first one counts."""
+        """Those of slots that ascend, in each in the order in which they were changed; they are forgotten
+        here, as those of slots before. An id may be there twice if its slot left for another process, and
+        came back: the first one counts."""
         self._sort()
         first, last = int(slots[0]), int(slots[-1]) + 1
         found: list[_Piece] = []
@@ -139,7 +153,10 @@ class Overwritten:
             if left := [piece for piece in left if len(piece.slots)]:
                 self._pieces[part] = left
         whole = one_after_the_other([piece.rows for piece in found], self._width)
-        numbers = np.concatenate([np.empty(0, np.int64), *(piece.slots for piece in found)]).astype(np.int64) - first
+        numbers = (
+            np.concatenate([np.empty(0, np.int64), *(piece.slots for piece in found)]).astype(np.int64)
+            - first
+        )
         counts = np.bincount(numbers, minlength=last - first)[slots - first]
         wanted = np.zeros(last - first, np.bool_)
         wanted[slots - first] = True  # another slot may have got rows since
@@ -205,8 +222,9 @@ def new_lock() -> Lock:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Since version `since`. `counts`: int64 (slots,), rows that steps have changed. int64 (n,): `removed`, ids whose rows left (they may
-    have come back), and `expired`, ids whose rows are still there, but count no more. `bytes`: in a part."""
+    """Since version `since`. `counts`: int64 (slots,), rows that steps have changed. int64 (n,): `removed`,
+    ids whose rows left (they may have come back), and `expired`, ids whose rows are still there, but count no
+    more. `bytes`: in a part."""
 
     since: int
     counts: Numbers
@@ -216,8 +234,9 @@ class Changes:
 
 
 class TableSnapshot:
-    """Of the table's newest version. `lock`: held while the table is stepped. `close` it at the end. `updates`, `sketch`: see Table.
-    `changes`: it has these alone (`narrow`); None: it is whole. `slots`: it has the rows of these alone; None: of all."""
+    """Of the table's newest version. `lock`: held while the table is stepped. `close` it at the end.
+    `updates`, `sketch`: see Table. `changes`: it has these alone (`narrow`); None: it is whole. `slots`: it
+    has the rows of these alone; None: of all."""
 
     def __init__(self, table: Table, lock: Lock, slots: Flags | None = None) -> None:
         self.spec, self.version, self.updates = table.spec, table.version, table.updates
@@ -261,7 +280,8 @@ class TableSnapshot:
         return self._kept.bytes
 
     def changes_since(self, since: int) -> Changes | None:
-        """Any thread may ask, before anything is read. It takes about 50 ms a million rows. None: it is not known which rows have left."""
+        """Any thread may ask, before anything is read. It takes about 50 ms a million rows. None: it is not
+        known which rows have left."""
         removed = self._removed.since(since)
         if removed is None:
             return None
@@ -275,10 +295,14 @@ class TableSnapshot:
             kept = kept.where(~np.isin(kept.ids, ids[stamps_of(words) <= self.version]))
             stamps = stamps_of(words)
             ids, stamps = ids[stamps <= self.version], stamps[stamps <= self.version]
-            ids, stamps = (np.concatenate(each) for each in ([ids, kept.ids], [stamps, stamps_of(kept.words)]))
+            ids, stamps = (
+                np.concatenate(each) for each in ([ids, kept.ids], [stamps, stamps_of(kept.words)])
+            )
             counts[slot] = np.count_nonzero(stamps > since)
             if ttl is not None:
-                expired.append(ids[(stamps <= since) & (self.version - stamps > ttl) & (since - stamps <= ttl)])
+                expired.append(
+                    ids[(stamps <= since) & (self.version - stamps > ttl) & (since - stamps <= ttl)]
+                )
         gone = np.sort(np.concatenate(expired)) if expired else removed[:0]
         size = 8 * (int(counts.sum()) * record_words(self.width) + len(removed) + len(gone))
         if self.sketch is not None:
@@ -292,7 +316,8 @@ class TableSnapshot:
             self._kept.narrow(self._after)
 
     def sketch_rows(self) -> Numbers:
-        """int64 (n, 1 + words): slots whose counts of ids without a row have changed, and these counts; of a whole one all that have some."""
+        """int64 (n, 1 + words): slots whose counts of ids without a row have changed, and these counts; of a
+        whole one all that have some."""
         if self.sketch is None:
             return np.empty((0, 1), np.int64)
         slots = np.flatnonzero(self._sketch_stamps > max(self._after, 0))
@@ -315,8 +340,10 @@ class TableSnapshot:
         return SlotGroup(int(slots[0]), last, int(sums[many - 1]))
 
     def records(self, group: SlotGroup, into: memoryview | None = None) -> tuple[Numbers, bool]:
-        """The rows of the slots as they are stored (see to_records), slot after slot, in each by ids: int64 (n, words), in `into`, which has as many bytes, or, without
-        it, good until the next group is asked for. And whether all their values are finite. Groups are read in order, each once; any thread may. Raises InvalidArgument: it was given up, or closed."""
+        """The rows of the slots as they are stored (see to_records), slot after slot, in each by ids: int64
+        (n, words), in `into`, which has as many bytes, or, without it, good until the next group is asked
+        for. And whether all their values are finite. Groups are read in order, each once; any thread may.
+        Raises InvalidArgument: it was given up, or closed."""
         cells, self._ahead = self._ahead, None
         if cells is None or not np.array_equal(cells.slots, self._slots_of(group)):
             with self._lock:
@@ -340,7 +367,8 @@ class TableSnapshot:
         return records, finite
 
     def _by_ids(self, cells: CellsOfSlots, kept: KeptRows) -> tuple[Numbers, Words, Numbers]:
-        """Ids, marks and places of the rows of some slots; see `merge`. Changes the order of `cells` and of the ids in `kept`."""
+        """Ids, marks and places of the rows of some slots; see `merge`. Changes the order of `cells` and of
+        the ids in `kept`."""
         numbers = with_places(kept.words, kept.places)
         loops.sort_slots(cells.ids, cells.words, cells.ends)
         loops.sort_slots(kept.ids, numbers, kept.ends)
@@ -377,7 +405,9 @@ class TableSnapshot:
         if self._problem is not None:
             raise self._problem
         if not self.is_open:
-            raise InvalidArgument(f"the snapshot of version {self.version} of table {self.spec.name} was closed")
+            raise InvalidArgument(
+                f"the snapshot of version {self.version} of table {self.spec.name} was closed"
+            )
 
     def close(self) -> None:
         """Nothing is kept any more."""
@@ -414,7 +444,8 @@ def from_records(records: Numbers, width: int, later: int = 0) -> RowsOfIds:
 
 
 class Chain:
-    """Rows of one table in a chain of parts, a whole one and deltas: they are read newest first, and each id counts where it is seen first.
+    """Rows of one table in a chain of parts, a whole one and deltas: they are read newest first, and each id
+    counts where it is seen first.
 
     newest delta --rows, gone--> next_older() --> delta before it ... --> the whole part
     """
@@ -429,7 +460,8 @@ class Chain:
         return rows.where(self._is_new(rows.ids)) if len(self._newer) else rows
 
     def gone(self, ids: Numbers) -> Numbers:
-        """The same of ids without a row, or whose row has expired. After the part's rows: an id that is among them has come back."""
+        """The same of ids without a row, or whose row has expired. After the part's rows: an id that is among
+        them has come back."""
         self._here.append(ids)
         return ids[self._is_new(ids)]
 

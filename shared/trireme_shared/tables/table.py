@@ -1,10 +1,12 @@
 """The rows of one table that one process owns, at two versions.
 
-    version v --step(ids, gradients)--> version v + 1: rows of these ids are stepped; those that lack one get it (admission), others
+    version v --step(ids, gradients)--> version v + 1: rows of these ids are stepped; those that lack one get
+        it (admission), others
     leave (`max_rows`, `evict_after_steps`); `before` keeps what they all were, so version v can still be read
 
-An id without a row reads as its initial value, a pure function of (seed, id). All that decides is the order of versions and ids. The
-scalars of a step are rounded to float32 as torch rounds a Python number that meets a float32 tensor.
+An id without a row reads as its initial value, a pure function of (seed, id). All that decides is the order
+of versions and ids. The scalars of a step are rounded to float32 as torch rounds a Python number that meets a
+float32 tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels import cells as cell_loops
 from trireme_shared.tables.kernels import parts
 from trireme_shared.tables.kernels import rows as row_loops
-from trireme_shared.tables.leaving import Counts, Oldest, RemovedIds, forget_counts, shared_out, swept, without_room
+from trireme_shared.tables.leaving import (
+    Counts,
+    Oldest,
+    RemovedIds,
+    forget_counts,
+    shared_out,
+    swept,
+    without_room,
+)
 from trireme_shared.tables.memory import (
     COUNTED_AT_ONCE,
     HASHES,
@@ -48,7 +58,8 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class RowsOfIds:
-    """Whole rows. `ids`: int64 (n,), ascending. `words`: uint64 (n,), see kernels; 0: there was no row. `content`: float32 (n, width)."""
+    """Whole rows. `ids`: int64 (n,), ascending. `words`: uint64 (n,), see kernels; 0: there was no row.
+    `content`: float32 (n, width)."""
 
     ids: Numbers
     words: Words
@@ -95,29 +106,40 @@ def joined(parts: list[RowsOfIds], width: int) -> RowsOfIds:
     return found.where(np.argsort(found.ids, kind="stable")) if len(parts) > 1 else found
 
 
-def chosen_by_slot(ids: Numbers, seed: int, slot_count: int, together: int = 1) -> Iterator[tuple[int, Numbers]]:
-    """Of each slot (or of so many `together`) that has some of the ids: which of them, in their order. Slots ascend."""
+def chosen_by_slot(
+    ids: Numbers, seed: int, slot_count: int, together: int = 1
+) -> Iterator[tuple[int, Numbers]]:
+    """Of each slot (or of so many `together`) that has some of the ids: which of them, in their order. Slots
+    ascend."""
     if not len(ids):
         return
     slots = slots_of(ids, seed, slot_count) // together
-    order = np.argsort(slots if slot_count > 1 << 16 else slots.astype(np.uint16), kind="stable")  # these faster
+    # these faster
+    order = np.argsort(slots if slot_count > 1 << 16 else slots.astype(np.uint16), kind="stable")
     numbers, starts = np.unique(slots[order], return_index=True)
     yield from zip(numbers.tolist(), np.split(order, starts[1:]), strict=True)
 
 
-def by_slot(rows: RowsOfIds, seed: int, slot_count: int, together: int = 1) -> Iterator[tuple[int, RowsOfIds]]:
-    """The rows of each slot (or of so many `together`) that has some, slots ascending, in the order that they have in `rows`."""
+def by_slot(
+    rows: RowsOfIds, seed: int, slot_count: int, together: int = 1
+) -> Iterator[tuple[int, RowsOfIds]]:
+    """The rows of each slot (or of so many `together`) that has some, slots ascending, in the order that they
+    have in `rows`."""
     for slot, chosen in chosen_by_slot(rows.ids, seed, slot_count, together):
         yield slot, rows.where(chosen)
 
 
 class Table:
-    """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at once. Each of `leaving` is called with rows
-    that a step has changed or removed, as they were (see snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
+    """`version`: steps made. `updates`: steps that had data (Adam counts them). Not for several threads at
+    once. Each of `leaving` is called with rows that a step has changed or removed, as they were (see
+    snapshot.py). Raises InvalidArgument for a `max_rows` below `slot_count`."""
 
     def __init__(self, spec: TableSpec, slot_count: int, version: int = 0) -> None:
         if spec.max_rows is not None and spec.max_rows < slot_count:
-            msg = f"table {spec.name}: max_rows is {spec.max_rows}, and the job has {slot_count} slots, which share it out"
+            msg = (
+                f"table {spec.name}: max_rows is {spec.max_rows}, and the job has {slot_count} slots, "
+                "which share it out"
+            )
             raise InvalidArgument(
                 msg, hint=f"give at least {slot_count}, or leave it out: a table this small needs no limit"
             )
@@ -140,7 +162,9 @@ class Table:
         self.sketch_stamps = np.zeros(slot_count, np.int64)  # when each slot's counts changed last; 0: never
 
     def __repr__(self) -> str:
-        return f"<Table {self.spec.name} version {self.version}: {self.rows} rows of {self._rows.width} numbers>"
+        return (
+            f"<Table {self.spec.name} version {self.version}: {self.rows} rows of {self._rows.width} numbers>"
+        )
 
     @property
     def rows(self) -> int:
@@ -177,8 +201,8 @@ class Table:
     # ------------------------------------------------------------ reading
 
     def lookup(self, ids: Numbers, out: Floats, version: int | None = None) -> None:
-        """The values of each id at `version` (None: the newest one) into `out`, float32 (n, dim). int64 (n,), any order, also twice. `version` is the
-        newest one or, while `before` is there, the one before."""
+        """The values of each id at `version` (None: the newest one) into `out`, float32 (n, dim). int64 (n,),
+        any order, also twice. `version` is the newest one or, while `before` is there, the one before."""
         wanted = self.version if version is None else version
         cells, rows = self._cells, self._rows
         row_loops.lookup(
@@ -214,13 +238,14 @@ class Table:
     # ------------------------------------------------------------ a step
 
     def step(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> None:
-        """The next version. `ids`: int64 (n,), ascending, each once; `gradients`: float32 (n, dim), or None: the step had no data.
-        `lr`: instead of the optimizer's own."""
+        """The next version. `ids`: int64 (n,), ascending, each once; `gradients`: float32 (n, dim), or None:
+        the step had no data. `lr`: instead of the optimizer's own."""
         deque(self.prepare(ids if gradients is not None else ids[:0]), 0)
         deque(self.steps(ids, gradients, lr), 0)
 
     def prepare(self, ids: Numbers) -> Iterator[None]:
-        """Makes room for the rows that the next step will bring. Both versions can be read all the time; milliseconds between two values."""
+        """Makes room for the rows that the next step will bring. Both versions can be read all the time;
+        milliseconds between two values."""
         slots, n, cells = self.slot_count, len(ids), self._cells
         places, self._admitted = np.empty(n, np.int64), np.ones(n, np.bool_)
         more, held, wanted = np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.ones(slots, np.bool_)
@@ -236,7 +261,13 @@ class Table:
             cell_loops.look(cells.addresses, cells.capacities, cells.seed, own, wanted, found)
             if self.sketch is not None:
                 cell_loops.admit(
-                    self.sketch, SKETCH_DEPTH, cells.seed, own, found, np.uint8(self.spec.admit_after), admitted
+                    self.sketch,
+                    SKETCH_DEPTH,
+                    cells.seed,
+                    own,
+                    found,
+                    np.uint8(self.spec.admit_after),
+                    admitted,
                 )
                 self.sketch_stamps[slots_of(own[found < 0], self.spec.seed, slots)] = self.version + 1
             cell_loops.count_by_slot(own[(found < 0) & admitted], cells.seed, more)
@@ -249,7 +280,9 @@ class Table:
             if (beyond := more + held > self._oldest.quotas).any():
                 coming = np.flatnonzero((places < 0) & self._admitted)
                 slots_of_coming = slots_of(ids[coming], self.spec.seed, slots)
-                self._admitted[coming[without_room(slots_of_coming, room := self._oldest.quotas - held)]] = False
+                self._admitted[coming[without_room(slots_of_coming, room := self._oldest.quotas - held)]] = (
+                    False
+                )
                 more[beyond] = np.maximum(0, room)[beyond]
             left = self._oldest.quotas - cells.used
             self._surplus, more = np.where(more > 0, more - left, 0), np.minimum(more, left)
@@ -259,7 +292,8 @@ class Table:
         yield from self._rows.reserve_in_turns(new_rows)
 
     def steps(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> Iterator[None]:
-        """`step`, after `prepare` with the same ids (with no data: none); milliseconds of work between two values. Meanwhile nothing can be read."""
+        """`step`, after `prepare` with the same ids (with no data: none); milliseconds of work between two
+        values. Meanwhile nothing can be read."""
         self.version += 1
         self._before, self._pieces = [], None
         if gradients is None:
@@ -278,7 +312,13 @@ class Table:
         before = RowsOfIds(ids, words, np.empty((n, self.width), np.float32))
         for some in portions(n):
             cell_loops.touch(
-                cells.addresses, cells.capacities, cells.seed, ids[some], self.version, places[some], words[some]
+                cells.addresses,
+                cells.capacities,
+                cells.seed,
+                ids[some],
+                self.version,
+                places[some],
+                words[some],
             )
             yield
         yield from self._leave()
@@ -307,9 +347,13 @@ class Table:
         for leaves in self.leaving:
             leaves(before)
 
-    def _update(self, before: RowsOfIds, places: Numbers, fresh: Flags, gradients: Floats, scalars: Floats) -> None:
+    def _update(
+        self, before: RowsOfIds, places: Numbers, fresh: Flags, gradients: Floats, scalars: Floats
+    ) -> None:
         rows = self._rows
-        squares = np.empty_like(gradients) if self._kind in (row_loops.ADAGRAD, row_loops.ADAM) else gradients[:0]
+        squares = (
+            np.empty_like(gradients) if self._kind in (row_loops.ADAGRAD, row_loops.ADAM) else gradients[:0]
+        )
         row_loops.update(
             rows.addresses,
             rows.shift,
@@ -329,10 +373,13 @@ class Table:
         )
         if len(squares):
             torch.from_numpy(squares).sqrt_()
-            row_loops.divide(rows.addresses, rows.shift, rows.width, places, gradients, self._kind, scalars, squares)
+            row_loops.divide(
+                rows.addresses, rows.shift, rows.width, places, gradients, self._kind, scalars, squares
+            )
 
     def _leave(self) -> Iterator[None]:
-        """Slots that would have too many rows give up those that were changed longest ago, but none that this step changes."""
+        """Slots that would have too many rows give up those that were changed longest ago, but none that this
+        step changes."""
         if self._oldest is None:
             return
         assert self._before is not None
@@ -356,7 +403,8 @@ class Table:
     # ------------------------------------------------------------ slots
 
     def _swept(self, version: int) -> Sequence[int]:
-        """The slots that give back expired rows in the step that makes `version`, which depend on that alone."""
+        """The slots that give back expired rows in the step that makes `version`, which depend on that
+        alone."""
         return () if self._ttl < 0 else swept(version, self._ttl, self.slot_count)
 
     def _sweeps(self) -> Iterator[None]:
@@ -441,14 +489,17 @@ def scalars_of(optimizer: RowOptimizer, step: int, dim: int, lr: float) -> npt.N
             first, second = optimizer.betas
             size = lr * math.sqrt(1 - second**step) / (1 - first**step)
             found = [-size, optimizer.eps, 1 - first, 1 - second]
-        case "ftrl":  # a row is computed from sums that were made at the table's own rate, so another rate scales the gradient's effect
+        # a row is computed from sums that were made at the table's own rate, so another rate scales the
+        # gradient's effect
+        case "ftrl":
             rate = 1.0 / optimizer.lr
             found = [lr / optimizer.lr, optimizer.l1, optimizer.l2, optimizer.beta * rate, rate]
     return np.array(found + [0.0] * (8 - len(found)), np.float32)
 
 
 def first_state(optimizer: RowOptimizer, dim: int) -> npt.NDArray[np.float32]:
-    """The state of a row that appears: float32 (optimizer.state_words(dim),). `initial_accumulator_value` fills sums of squares alone."""
+    """The state of a row that appears: float32 (optimizer.state_words(dim),). `initial_accumulator_value`
+    fills sums of squares alone."""
     state = np.zeros(optimizer.state_words(dim), np.float32)
     match optimizer.kind:
         case "adagrad":
@@ -459,8 +510,9 @@ def first_state(optimizer: RowOptimizer, dim: int) -> npt.NDArray[np.float32]:
 
 
 def sums_of_values(optimizer: RowOptimizer, rows: npt.NDArray[np.float32], dim: int) -> None:
-    """In place: rows (float32 (n, dim + words of state)) of `ftrl` get the sums that their values follow from, at this learning rate, l1, l2 and beta.
-    Without them the first step would compute each row from sums that know nothing of its values."""
+    """In place: rows (float32 (n, dim + words of state)) of `ftrl` get the sums that their values follow
+    from, at this learning rate, l1, l2 and beta. Without them the first step would compute each row from sums
+    that know nothing of its values."""
     values, sums, squares = (rows[:, first : first + dim].astype(np.float64) for first in (0, dim, 2 * dim))
     strength = (optimizer.beta + np.sqrt(squares)) / optimizer.lr + optimizer.l2
     held = np.clip(sums, -optimizer.l1, optimizer.l1)  # these keep a value at 0

@@ -1,7 +1,8 @@
-"""The in-process cluster that every suite runs: one simulated etcd, and the product's masters, parameter servers and trainers.
+"""The in-process cluster that every suite runs: one simulated etcd, and the product's masters, parameter
+servers and trainers.
 
-Services are composed as their `__main__` does it, without HTTP. A suite derives its own cluster: it decides what replaces
-storage, network and torch, which services run, and which members are keys in etcd only.
+Services are composed as their `__main__` does it, without HTTP. A suite derives its own cluster: it decides
+what replaces storage, network and torch, which services run, and which members are keys in etcd only.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Cluster:
 
     def make_master(self, client: str, name: str, url: str, kind: Callable[..., Any] = Master) -> Any:
         """`kind`: Master, or the Dispatcher of a masterless trainer."""
-        return kind(self.etcd_of(client), self.keys, name=name, url=url, spec=self.spec, **self.master_options())
+        return kind(
+            self.etcd_of(client), self.keys, name=name, url=url, spec=self.spec, **self.master_options()
+        )
 
     def make_pserver(
         self, pserver: Pserver, url: str, etcd: Etcd, offload: Any, directory: Directory | None = None

@@ -1,7 +1,8 @@
-"""Death just before any single thing that a process does and others can see: its memory dies with it, so no other moments differ.
+"""Death just before any single thing that a process does and others can see: its memory dies with it, so no
+other moments differ.
 
-writes to etcd: before it is sent; the moment after it took effect and before its answer is the one before the next thing
-storage: a file about to be made, synced, renamed or deleted, a folder about to be made or deleted
+writes to etcd: before it is sent; the moment after it took effect and before its answer is the one before the
+next thing storage: a file about to be made, synced, renamed or deleted, a folder about to be made or deleted
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Died(BaseException):
 
 
 class StoppingProcess(Process):
-    """Stops by itself after so many turns of its code (what runs between two awaits): at any await, one after the other."""
+    """Stops by itself after so many turns of its code (what runs between two awaits): at any await, one after
+    the other."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -45,7 +47,8 @@ class StoppingProcess(Process):
 
 
 class CrashPoint:
-    """`done`: what its process did. Once as many as `last` are done, `at_last` is called instead of the next."""
+    """`done`: what its process did. Once as many as `last` are done, `at_last` is called instead of the
+    next."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -98,7 +101,8 @@ class _Transport:
 
 @contextmanager
 def _watched(watcher: Callable[[str], None]) -> Iterator[None]:
-    """`watcher(what)` before each change of the file system; what it raises keeps the change from happening."""
+    """`watcher(what)` before each change of the file system; what it raises keeps the change from
+    happening."""
     global _watcher
     fsync = os.fsync
 

@@ -1,4 +1,5 @@
-"""The trainer's ports, straight into a master and parameter servers of the same event loop: no network, no delays."""
+"""The trainer's ports, straight into a master and parameter servers of the same event loop: no network, no
+delays."""
 
 from __future__ import annotations
 

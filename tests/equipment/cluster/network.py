@@ -1,11 +1,12 @@
 """The network between simulated processes: what TCP does to requests, on virtual time and drawn from a seed.
 
-    caller --request--> [delay, loss, partition] --> handler in the callee's process --reply--> [delay, loss] --> caller
+    caller --request--> [delay, loss, partition] --> handler in the callee's process --reply--> [delay, loss]
+        --> caller
 
-A lost request was not executed, a lost reply was; both look like a reset connection. A partition holds everything back
-until it heals (TCP retransmits), so what was sent before may arrive long after its sender gave up. A dead process
-refuses connections and resets those it had; a frozen one accepts and is silent. A doubled request is executed again
-later, and nobody hears the second answer.
+A lost request was not executed, a lost reply was; both look like a reset connection. A partition holds
+everything back until it heals (TCP retransmits), so what was sent before may arrive long after its sender
+gave up. A dead process refuses connections and resets those it had; a frozen one accepts and is silent. A
+doubled request is executed again later, and nobody hears the second answer.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Network:
         return bool(self._cuts) and frozenset((one.name, other.name)) in self._cuts
 
     async def refuses(self, url: str) -> bool:
-        """The probe of `trireme_shared.platform.runtime.http.refuses_connections`: True only if the process at `url` is known to be dead."""
+        """The probe of `trireme_shared.platform.runtime.http.refuses_connections`: True only if the process
+        at `url` is known to be dead."""
         listener, prober = self._listeners.get(url), current_process()
         await asyncio.sleep(self.delay())
         if listener is None:
@@ -101,13 +103,16 @@ class Network:
         return listener[0].dead
 
     def killed(self, process: Process) -> None:
-        """Its kernel closes what it had open: callers of it see a reset, receivers of its streams see them break."""
+        """Its kernel closes what it had open: callers of it see a reset, receivers of its streams see them
+        break."""
         for call in list(self._calls.values()):
             if call.target is process:
                 self.later(self.delay(), call.fail, PeerError(f"connection to {process.name} was reset"))
             elif call.source is process:
                 for pipe in call.pipes:
-                    self.later(self.delay(), pipe.break_off, PeerError(f"connection from {process.name} was reset"))
+                    self.later(
+                        self.delay(), pipe.break_off, PeerError(f"connection from {process.name} was reset")
+                    )
 
     def close(self) -> None:
         """From now on nobody hears anything: every call fails at once."""
@@ -235,16 +240,19 @@ class Network:
 
 
 class Pipe:
-    """One direction of a connection's stream: in order, each item after a drawn delay, at most STREAM_WINDOW under way.
+    """One direction of a connection's stream: in order, each item after a drawn delay, at most STREAM_WINDOW
+    under way.
 
-    `copy` makes the bytes that travel; it is called when the item leaves the sender, which is when `put` returns: a
-    sender that changes the memory of an item while `put` waits sends what it changed.
+    `copy` makes the bytes that travel; it is called when the item leaves the sender, which is when `put`
+    returns: a sender that changes the memory of an item while `put` waits sends what it changed.
     """
 
     def __init__(self, network: Network, copy: Callable[[Any], Any]) -> None:
         self.network, self.copy = network, copy
         self.ends: tuple[Process, Process] | None = None
-        self.breaks_after = network.rng.randrange(12) if network.chance(network.conditions.break_stream) else None
+        self.breaks_after = (
+            network.rng.randrange(12) if network.chance(network.conditions.break_stream) else None
+        )
         self.sent: list[Any] = []
         self._travelling: deque[Any] = deque()
         self._arrived: deque[Any] = deque()
@@ -335,7 +343,9 @@ def conditions_of(rng: random.Random) -> Conditions:
     if rng.random() < 0.5:
         conditions = replace(conditions, slow=rng.choice([0.005, 0.03]), slow_s=rng.choice([0.3, 2.0]))
     if rng.random() < 0.6:
-        conditions = replace(conditions, lose_request=rng.choice([0.002, 0.02]), lose_reply=rng.choice([0.002, 0.02]))
+        conditions = replace(
+            conditions, lose_request=rng.choice([0.002, 0.02]), lose_reply=rng.choice([0.002, 0.02])
+        )
     if rng.random() < 0.6:
         conditions = replace(conditions, double=rng.choice([0.01, 0.05]))
     if rng.random() < 0.5:

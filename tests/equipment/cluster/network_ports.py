@@ -1,7 +1,8 @@
 """The trainer's ports over the simulated network, and the etcd of one process.
 
-They do what the HTTP adapters do (trainer_agent/tasks/source.py, trainer_agent/data_plane/http.py, shared/trireme_shared/serving/data_plane/http.py), down
-to memory: a payload lies in the receiver's one buffer only until the next is asked for.
+They do what the HTTP adapters do (trainer_agent/tasks/source.py, trainer_agent/data_plane/http.py,
+shared/trireme_shared/serving/data_plane/http.py), down to memory: a payload lies in the receiver's one buffer
+only until the next is asked for.
 """
 
 from __future__ import annotations
@@ -108,7 +109,11 @@ class SimulatedPserver:
     """trainer_agent.data_plane.http.PserverPort"""
 
     def __init__(
-        self, network: Network, member: PserverMember, after_block: Callable[[], None], stall_s: float = STALL_S
+        self,
+        network: Network,
+        member: PserverMember,
+        after_block: Callable[[], None],
+        stall_s: float = STALL_S,
     ) -> None:
         self.member, self._stall_s = member, stall_s
         self._network, self._after_block = network, after_block
@@ -128,11 +133,15 @@ class SimulatedPserver:
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
         await self._upload(blocks, lambda service, items: service.init(header, items))
 
-    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+    async def push(
+        self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]
+    ) -> PushAnswer:
         async def receive(service: Any, items: AsyncIterator[Any]) -> PushAnswer:
             buffer, _ = service.memory_for(header)
             try:
-                answer: PushAnswer = await service.push(header, _in_one_buffer(items, buffer.view, self._after_block))
+                answer: PushAnswer = await service.push(
+                    header, _in_one_buffer(items, buffer.view, self._after_block)
+                )
                 return answer
             finally:
                 buffer.release()
@@ -154,7 +163,11 @@ class SimulatedPserver:
             feeding = asyncio.ensure_future(_feed(pipe, blocks, self._stall_s))
             try:
                 await asyncio.wait({reply, feeding}, return_when=asyncio.FIRST_COMPLETED)
-                if not reply.done() and (error := feeding.exception()) is not None and not isinstance(error, PeerError):
+                if (
+                    not reply.done()
+                    and (error := feeding.exception()) is not None
+                    and not isinstance(error, PeerError)
+                ):
                     raise error
                 async with _stall_limit(self, self._stall_s):
                     return await reply
@@ -194,7 +207,9 @@ class SimulatedPserver:
                         return end
                 block, payload = item
                 memory = sink(block).cast("B")
-                assert memory.nbytes == len(payload), f"{block} has {len(payload)} bytes, its place {memory.nbytes}"
+                assert memory.nbytes == len(payload), (
+                    f"{block} has {len(payload)} bytes, its place {memory.nbytes}"
+                )
                 memory[:] = payload
                 if placed is not None:
                     placed(block)
@@ -237,7 +252,9 @@ class SimulatedPserver:
             await _settle(reply)
 
     async def info(self) -> PserverInfo:
-        answer: PserverInfo = await self._network.call(self.member.url, lambda s: s.info(), timeout_s=self._stall_s)
+        answer: PserverInfo = await self._network.call(
+            self.member.url, lambda s: s.info(), timeout_s=self._stall_s
+        )
         return answer
 
     async def ledger(self, query: LedgerQuery) -> LedgerAnswer:

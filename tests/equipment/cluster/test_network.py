@@ -116,7 +116,9 @@ def test_a_frozen_process_is_silent_and_answers_when_it_wakes():
 def test_a_stream_keeps_its_order_and_breaks_in_the_middle():
     async def scenario(network, client, server, service):
         pipe = Pipe(network, lambda item: item)
-        reply = asyncio.ensure_future(network.call("there", lambda s: s.read(pipe), timeout_s=10, pipes=(pipe,)))
+        reply = asyncio.ensure_future(
+            network.call("there", lambda s: s.read(pipe), timeout_s=10, pipes=(pipe,))
+        )
         with pytest.raises(PeerError) if network.conditions.break_stream else contextlib_null():
             for number in range(20):
                 await pipe.put(number)
@@ -138,7 +140,9 @@ def test_streams_of_a_killed_caller_break():
 
         async def push():
             pipe = Pipe(network, lambda item: item)
-            call = asyncio.ensure_future(network.call("there", lambda s: s.read(pipe), timeout_s=10, pipes=(pipe,)))
+            call = asyncio.ensure_future(
+                network.call("there", lambda s: s.read(pipe), timeout_s=10, pipes=(pipe,))
+            )
             await pipe.put(1)
             await call
 

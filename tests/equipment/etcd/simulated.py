@@ -1,13 +1,14 @@
 """An etcd in memory, at the level of the transport: real semantics, virtual time, faults on demand, no I/O.
 
-    client --request [delay]--> Store --answer [delay]--> client        watches: events [delay], progress every second
+    client --request [delay]--> Store --answer [delay]--> client
+        watches: events [delay], progress every second
       stop / start      connections reset, data kept, leases come back with their full TTL
       freeze / thaw     SIGSTOP: nothing answers, watches are silent; what was sent may be applied at the thaw
       cut / mend        the same for one client
       lose_answer, lose_request, unknown_rate     writes whose outcome the client cannot know
 
-Deterministic: time is the running loop's, chance is the `rng` given. It is trusted only where the conformance suite
-shows that a real etcd behaves the same.
+Deterministic: time is the running loop's, chance is the `rng` given. It is trusted only where the conformance
+suite shows that a real etcd behaves the same.
 """
 
 from __future__ import annotations
@@ -91,12 +92,16 @@ class _Request:
 class SimulatedEtcd:
     """One etcd for any number of clients: `Etcd(simulated.transport("master"))`.
 
-    `delay_s`: bounds of each one-way delay. `unknown_rate`: chance that the answer of a write (or the write itself) is
-    lost. Both draw from `rng`.
+    `delay_s`: bounds of each one-way delay. `unknown_rate`: chance that the answer of a write (or the write
+    itself) is lost. Both draw from `rng`.
     """
 
     def __init__(
-        self, *, rng: Chance | None = None, delay_s: tuple[float, float] = (0.0, 0.0), unknown_rate: float = 0.0
+        self,
+        *,
+        rng: Chance | None = None,
+        delay_s: tuple[float, float] = (0.0, 0.0),
+        unknown_rate: float = 0.0,
     ) -> None:
         self.delay_s = delay_s
         self.unknown_rate = unknown_rate
@@ -197,7 +202,8 @@ class SimulatedEtcd:
                 watcher.wake()
 
     def forget(self, client: str) -> None:
-        """etcd's end of the client's watches is gone without a word: the client is dead, or its connections were dropped."""
+        """etcd's end of the client's watches is gone without a word: the client is dead, or its connections
+        were dropped."""
         for number, watcher in list(self._watchers.items()):
             if watcher.client == client:
                 watcher.forgotten = True
@@ -208,7 +214,8 @@ class SimulatedEtcd:
         self._faults.append((client, method, True))
 
     def lose_request(self, *, client: str | None = None, method: str | None = None) -> None:
-        """The next write (of that client, of that method) is lost before it is applied; the client cannot know."""
+        """The next write (of that client, of that method) is lost before it is applied; the client cannot
+        know."""
         self._faults.append((client, method, False))
 
     def expire_lease(self, lease: int) -> None:
@@ -262,7 +269,9 @@ class SimulatedEtcd:
             return
         self._publish()
         if lost:
-            self._reply(request.fail, unanswered("the connection was reset after the write arrived", write=True))
+            self._reply(
+                request.fail, unanswered("the connection was reset after the write arrived", write=True)
+            )
         else:
             self._reply(request.finish, answer)
 

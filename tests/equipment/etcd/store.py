@@ -1,7 +1,9 @@
-"""etcd's data model in memory, without time and network: revisions, ranges, transactions, leases, compaction, history.
+"""etcd's data model in memory, without time and network: revisions, ranges, transactions, leases, compaction,
+history.
 
-Every write makes one revision, whatever it touches; a transaction that changes nothing makes none. `history` holds all
-events since the beginning and is never cut (it is the truth for tests); `compacted` only limits what may be asked.
+Every write makes one revision, whatever it touches; a transaction that changes nothing makes none. `history`
+holds all events since the beginning and is never cut (it is the truth for tests); `compacted` only limits
+what may be asked.
 """
 
 from __future__ import annotations
@@ -201,7 +203,9 @@ class Store:
 
     def _compact(self, revision: int) -> Body:
         if revision <= self.compacted:
-            raise Compacted(f"required revision has been compacted: {revision}", compact_revision=self.compacted)
+            raise Compacted(
+                f"required revision has been compacted: {revision}", compact_revision=self.compacted
+            )
         self._check_revision(revision)
         self.compacted = revision
         return {}

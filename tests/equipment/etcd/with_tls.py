@@ -1,4 +1,5 @@
-"""Real etcds with flags of their own, for tests: members of a cluster, TLS with certificates made by openssl."""
+"""Real etcds with flags of their own, for tests: members of a cluster, TLS with certificates made by
+openssl."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ async def etcd_process(
         process = await asyncio.create_subprocess_exec(
             *(str(find_binary()), "--name", name, "--data-dir", str(folder / f"{name}.data")),
             *("--listen-client-urls", url, "--advertise-client-urls", url),
-            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster),
+            *(
+                "--listen-peer-urls",
+                peer,
+                "--initial-advertise-peer-urls",
+                peer,
+                "--initial-cluster",
+                cluster,
+            ),
             *("--log-level", "error", *progress, *flags),
             stdout=output,
             stderr=output,
@@ -42,11 +50,26 @@ def openssl(folder: Path, *arguments: str) -> None:
 def make_certificates(folder: Path) -> None:
     """ca.pem, server.pem (for 127.0.0.1), wrong.pem (for another host), client.pem (no CommonName)."""
     ec = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl(folder, "req", "-x509", *ec, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test-ca")
+    openssl(
+        folder,
+        "req",
+        "-x509",
+        *ec,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test-ca",
+    )
     for name, host in (("server", "IP:127.0.0.1"), ("wrong", "DNS:elsewhere"), ("client", "DNS:client")):
         subject = "/O=client" if name == "client" else f"/CN={name}"
         openssl(folder, "req", *ec, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", subject)
-        (folder / f"{name}.ext").write_text(f"subjectAltName={host}\nextendedKeyUsage=serverAuth,clientAuth\n")
+        (folder / f"{name}.ext").write_text(
+            f"subjectAltName={host}\nextendedKeyUsage=serverAuth,clientAuth\n"
+        )
         openssl(
             folder,
             *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
@@ -59,7 +82,12 @@ async def tls_etcd(folder: Path, certificate: str):
     client_port, peer_port = free_ports(2)
     url, peer = f"https://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     flags = (
-        *("--cert-file", str(folder / f"{certificate}.pem"), "--key-file", str(folder / f"{certificate}.key")),
+        *(
+            "--cert-file",
+            str(folder / f"{certificate}.pem"),
+            "--key-file",
+            str(folder / f"{certificate}.key"),
+        ),
         *("--client-cert-auth", "--trusted-ca-file", str(folder / "ca.pem")),
     )
     async with etcd_process(folder, certificate, url, peer, f"{certificate}={peer}", *flags) as process:

@@ -1,4 +1,5 @@
-"""What `GET /v1/job/explanation` tells of a job in the in-process cluster, and failures that trainers report."""
+"""What `GET /v1/job/explanation` tells of a job in the in-process cluster, and failures that trainers
+report."""
 
 from __future__ import annotations
 
@@ -47,10 +48,15 @@ def text(cause: Explanation) -> str:
 
 
 async def keep_leases(cluster: MasterCluster) -> list[asyncio.Task[None]]:
-    """Members get leases of the job's time to live, which are renewed until the tasks are cancelled (pservers first)."""
+    """Members get leases of the job's time to live, which are renewed until the tasks are cancelled (pservers
+    first)."""
     renewing = []
     for name in cluster.leases:
-        kind, key = (PserverMember, KEYS.pserver(int(name[8:]))) if "-" in name else (TrainerMember, KEYS.trainer(name))
+        kind, key = (
+            (PserverMember, KEYS.pserver(int(name[8:])))
+            if "-" in name
+            else (TrainerMember, KEYS.trainer(name))
+        )
         found = await cluster.etcd.get(key)
         assert found is not None
         lease = await cluster.etcd.grant(cluster.spec.lease_ttl_s)

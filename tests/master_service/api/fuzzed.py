@@ -1,7 +1,7 @@
 """A cluster's leader that is asked what schemathesis makes up, in virtual time, and what was found.
 
-Each world has a job that runs, with two checkpoints, a metric, a resize and a task in work, and a job that has ended. Most valid requests
-ask about them.
+Each world has a job that runs, with two checkpoints, a metric, a resize and a task in work, and a job that
+has ended. Most valid requests ask about them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class World:
         self.leader = leader = await self._open.enter_async_context(jobs.leading())
         await self._open.enter_async_context(jobs.pool(trainers=3, pservers=2))
         transport = httpx.ASGITransport(app_of(leader, self._logs), raise_app_exceptions=False)
-        self.client = await self._open.enter_async_context(httpx.AsyncClient(transport=transport, base_url=URL))
+        self.client = await self._open.enter_async_context(
+            httpx.AsyncClient(transport=transport, base_url=URL)
+        )
         settings = {
             **SETTINGS,
             "checkpoint_kind": "coordinated",
@@ -196,7 +198,8 @@ class Fuzzed:
         self.check(self.send(case), case)
 
     def place(self, case: Any) -> None:
-        """A trainer that works for the job that runs, no version, and (sometimes) settings that go together, instead of those that were made up."""
+        """A trainer that works for the job that runs, no version, and (sometimes) settings that go together,
+        instead of those that were made up."""
         if case.headers.get("If-Match") not in self._tags and self._is_placed(case):
             case.headers.pop("If-Match", None)
         if not isinstance(case.body, dict):
@@ -219,10 +222,14 @@ class Fuzzed:
         asked = requests.Request(**given).prepare()
         body = asked.body.encode() if isinstance(asked.body, str) else asked.body or b""
         headers = [
-            (_raw(name), _raw(value)) for name, value in asked.headers.items() if name.lower() != "content-length"
+            (_raw(name), _raw(value))
+            for name, value in asked.headers.items()
+            if name.lower() != "content-length"
         ]
         world = self.world
-        answering = world.client.request(str(asked.method), str(asked.url), headers=headers, content=body, timeout=120)
+        answering = world.client.request(
+            str(asked.method), str(asked.url), headers=headers, content=body, timeout=120
+        )
         answer = world.loop.run_until_complete(answering)
         self.cases += 1
         self.by_status[answer.status_code] += 1
@@ -237,7 +244,9 @@ class Fuzzed:
             case.validate_response(response, excluded_checks=EXCLUDED, **options)
         except (AssertionError, BaseExceptionGroup) as error:
             found = getattr(error, "exceptions", [error])
-            self.findings += [f"{case.operation.label}: {type(each).__name__}: {each}"[:1500] for each in found]
+            self.findings += [
+                f"{case.operation.label}: {type(each).__name__}: {each}"[:1500] for each in found
+            ]
         if response.status_code == 500:
             self.findings.append(f"{case.operation.label}: {response.text}\n{case.as_curl_command()}")
 
@@ -264,7 +273,8 @@ def document() -> dict[str, Any]:
             operation["security"] = []
             del operation["responses"]["default"]  # each status must be named
     lanes = made["components"]["schemas"]["MemberView"]["properties"]["lanes"]["anyOf"][0]
-    lanes["items"] = lanes.pop("prefixItems")[0]  # schemathesis makes a schema of it that its own validator refuses
+    # schemathesis makes a schema of it that its own validator refuses
+    lanes["items"] = lanes.pop("prefixItems")[0]
     return made
 
 
@@ -276,7 +286,8 @@ def schema_of(described: dict[str, Any]) -> Any:
 
 
 def machine_of(schema: Any) -> Any:
-    """schemathesis' state machine, in which each scenario begins at the top: not with what needs the name of a job or of a member."""
+    """schemathesis' state machine, in which each scenario begins at the top: not with what needs the name of
+    a job or of a member."""
     machine = schema.as_state_machine()
     labels = [found.ok().label for found in schema.get_all_operations()]
     starts = {normalize_name(f"RANDOM -> {label}"): label for label in labels if "{" not in label}

@@ -1,4 +1,5 @@
-"""One request of each kind that changes something, on masters that can be killed at any await while it is carried out."""
+"""One request of each kind that changes something, on masters that can be killed at any await while it is
+carried out."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ Effect = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class Asked:
-    """`first`: requests before it. `effect`: what it changed, once however often it is asked; `once` is that value. `moves`: its
-    answer shows progress, so only the id in it stays. `world`: in which it is asked."""
+    """`first`: requests before it. `effect`: what it changed, once however often it is asked; `once` is that
+    value. `moves`: its answer shows progress, so only the id in it stays. `world`: in which it is asked."""
 
     path: str
     body: dict[str, Any] | None
@@ -197,7 +198,9 @@ class World:
     async def leading(self, name: str, process: StoppingProcess | None = None) -> AsyncIterator[Any]:
         """A master that leads, and can be asked for what the requests are about."""
         master, stopping = self._master(name), asyncio.Event()
-        running = process.spawn(master.run(stopping)) if process else asyncio.ensure_future(master.run(stopping))
+        running = (
+            process.spawn(master.run(stopping)) if process else asyncio.ensure_future(master.run(stopping))
+        )
         try:
             await until(lambda: running.done() or self._is_ready(master), f"{master} to lead")
             yield master
@@ -210,7 +213,8 @@ class World:
 
     @staticmethod
     async def _ended(process: StoppingProcess) -> None:
-        """Nothing of a dead process is left behind: what it awaited is cancelled, once nobody sees it any more."""
+        """Nothing of a dead process is left behind: what it awaited is cancelled, once nobody sees it any
+        more."""
         process.dead = False
         process.release()
         for task in process.tasks:
@@ -248,7 +252,9 @@ async def begin(world: World, master: Any, asked: Asked) -> str:
     """What comes before the request; its path."""
     names: dict[str, str] = {}
     for number, (path, body) in enumerate(asked.first):
-        answer = (await post(master, path.format(**names), body, body.get("request", f"first-{number}"))).json()
+        answer = (
+            await post(master, path.format(**names), body, body.get("request", f"first-{number}"))
+        ).json()
         names |= {"task": answer["task"]["task_id"]} if answer.get("task") else {}
         names |= {"resize_id": answer["resize_id"]} if "resize_id" in answer else {}
     world.cluster.dead.add("http://t2")

@@ -1,4 +1,5 @@
-"""Every route of the master, as its document names them: without a token, with a wrong one, with each role's."""
+"""Every route of the master, as its document names them: without a token, with a wrong one, with each
+role's."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ OF_MEMBERS = {
 
 
 def operations(jobs: JobsLed) -> Iterator[tuple[str, str, str]]:
-    """operationId, method and path of all that is documented, with something in the place of each parameter."""
+    """operationId, method and path of all that is documented, with something in the place of each
+    parameter."""
     document = make_api(jobs).openapi()
     for template, methods in document["paths"].items():
         for method in METHODS & set(methods):
@@ -55,7 +57,9 @@ async def check_every_route(jobs: JobsLed, access: Access) -> int:
         app = make_app(jobs, access)
         needed = None
         if operation not in OPEN:
-            needed = Role.VIEWER if method == "GET" else Role.MEMBER if operation in OF_MEMBERS else Role.ADMIN
+            needed = (
+                Role.VIEWER if method == "GET" else Role.MEMBER if operation in OF_MEMBERS else Role.ADMIN
+            )
         assert role_needed(method, path) is needed, operation
         for token in (None, "", "wrong", *Role):
             async with client_with(app, token) as client:
@@ -94,7 +98,9 @@ def test_routes_outside_the_document_need_a_token_too() -> None:
         if not route.include_in_schema
     }
     assert ("GET", "/v1/jobs/{job}/events/stream") in outside
-    needless = {path for method, path in outside if role_needed(method, re.sub(r"{[\w:]+}", "j", path)) is None}
+    needless = {
+        path for method, path in outside if role_needed(method, re.sub(r"{[\w:]+}", "j", path)) is None
+    }
     assert needless == set(PATHS)
 
 
@@ -116,7 +122,8 @@ def test_a_write_to_any_other_path_needs_an_admin(path: str) -> None:
 
 
 async def test_a_web_page_of_another_site_changes_nothing_where_no_token_is_needed() -> None:
-    """As a form without a body, which browsers send without asking first, and with the name of another host."""
+    """As a form without a body, which browsers send without asking first, and with the name of another
+    host."""
     async with leading(MasterCluster(spec_of()).master()) as master:
         app = make_app(master, Access.of(Tokens(), ["master"]))
         pages: list[tuple[dict[str, str], int, str]] = [

@@ -11,9 +11,18 @@ from trireme_shared.protocol.records.checkpoints import CheckpointLatest, Checkp
 
 
 def part(step: int, pserver: int, *chain: int) -> CheckpointPart:
-    links = tuple(PartLink(uuid=f"at-{old}", step=old, file=f"p{pserver}", checksum="c", bytes=100) for old in chain)
+    links = tuple(
+        PartLink(uuid=f"at-{old}", step=old, file=f"p{pserver}", checksum="c", bytes=100) for old in chain
+    )
     return CheckpointPart(
-        step=step, timeline=0, pserver=pserver, incarnation="x", file=f"p{pserver}", checksum="c", bytes=10, chain=links
+        step=step,
+        timeline=0,
+        pserver=pserver,
+        incarnation="x",
+        file=f"p{pserver}",
+        checksum="c",
+        bytes=10,
+        chain=links,
     )
 
 
@@ -34,7 +43,11 @@ async def test_a_checkpoint_tells_its_kind_its_bases_and_what_it_needs() -> None
         listed = (await client.get("/v1/checkpoints")).json()["checkpoints"]
         found = (await client.get("/v1/checkpoints/at-40")).json()
         whole = (await client.get("/v1/checkpoints/at-20")).json()
-    assert [(one["kind"], one["builds_on"]) for one in listed] == [("delta", ["at-30"]), ("base", []), ("base", [])]
+    assert [(one["kind"], one["builds_on"]) for one in listed] == [
+        ("delta", ["at-30"]),
+        ("base", []),
+        ("base", []),
+    ]
     assert (found["kind"], found["bases"], found["deltas"]) == ("delta", ["at-20", "at-30"], 2)
     assert (found["size_bytes"], found["needed_bytes"]) == (20, 20 + 100 * 3)
     assert (whole["kind"], whole["bases"], whole["deltas"]) == ("base", [], 0)

@@ -32,7 +32,11 @@ def test_a_schedule_is_created_shown_and_deleted_by_rest() -> None:
         jobs = Jobs()
         source = {"file_name": "train.py", "text": "print('hello')"}
         async with jobs.leading() as leader, client_of(leader) as client:
-            body = {**wanted("night", cron="30 2 * * *", time_zone="Europe/Berlin"), "script": "", "source": source}
+            body = {
+                **wanted("night", cron="30 2 * * *", time_zone="Europe/Berlin"),
+                "script": "",
+                "source": source,
+            }
             created = await client.post("/v1/schedules", json=body, headers={"Idempotency-Key": "once"})
             assert created.status_code == 201, created.text
             shown = created.json()
@@ -60,7 +64,11 @@ def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
         jobs = Jobs()
         source = {"file_name": "train.py", "text": "print('hello')"}
         async with jobs.leading(remove_files=removed([])) as leader, client_of(leader) as client:
-            body = {**wanted("a", scheduling={"priority": 7, "min_trainers": 2}), "script": "", "source": source}
+            body = {
+                **wanted("a", scheduling={"priority": 7, "min_trainers": 2}),
+                "script": "",
+                "source": source,
+            }
             created = await client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
             assert created.status_code == 201, created.text
             shown = created.json()
@@ -103,10 +111,20 @@ def test_a_job_counts_processes_that_have_registered_and_not_those_that_run() ->
             await asyncio.sleep(1.0)
             [job] = (await client.get("/v1/jobs")).json()["jobs"]
             assert job["reason"] == "waiting for 1 of 1 parameter servers to register"
-            assert job["members"] == {"trainers": 1, "trainers_running": 1, "pservers": 1, "pservers_running": 0}
+            assert job["members"] == {
+                "trainers": 1,
+                "trainers_running": 1,
+                "pservers": 1,
+                "pservers_running": 0,
+            }
             await asyncio.sleep(1.2)
             [job] = (await client.get("/v1/jobs")).json()["jobs"]
-            assert job["members"] == {"trainers": 1, "trainers_running": 1, "pservers": 1, "pservers_running": 1}
+            assert job["members"] == {
+                "trainers": 1,
+                "trainers_running": 1,
+                "pservers": 1,
+                "pservers_running": 1,
+            }
 
     run_virtually(main)
 
@@ -239,7 +257,9 @@ def test_a_member_is_drained_by_rest_also_for_the_next_leader() -> None:
             async with jobs.leading("m2") as leader, client_of(leader) as client:
                 await until(lambda: len(leader.state.members) == 3, "the pool to be read")
                 assert (await states(client))["t0"] == "drained"
-                await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end", 300)
+                await until(
+                    lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end", 300
+                )
                 assert [job for job, _ in places[0].history] == ["a"]
                 assert (await client.post("/v1/pool-members/t0/undrain")).json() == {}
                 assert (await states(client))["t0"] == "idle"
@@ -258,7 +278,9 @@ def test_a_job_whose_trackers_cannot_work_is_refused_without_showing_credentials
         async with jobs.leading() as leader, client_of(leader) as client:
 
             async def refused(status: int, trackers: object) -> str:
-                answer = await client.post("/v1/jobs", json=wanted("a", settings={**SETTINGS, "trackers": trackers}))
+                answer = await client.post(
+                    "/v1/jobs", json=wanted("a", settings={**SETTINGS, "trackers": trackers})
+                )
                 return str(check_problem(answer, status, "INVALID_ARGUMENT"))
 
             assert "mlflow does not know its server" in await refused(400, ["mlflow"])
@@ -277,7 +299,11 @@ def test_pre_and_post_tasks_are_given_and_read_by_rest() -> None:
     async def main() -> None:
         jobs = Jobs()
         async with jobs.leading() as leader, client_of(leader) as client:
-            for bad in ([{"command": "x", "function": "a:b"}], ["echo"] * 9, [{"command": "x", "when": "always"}]):
+            for bad in (
+                [{"command": "x", "function": "a:b"}],
+                ["echo"] * 9,
+                [{"command": "x", "when": "always"}],
+            ):
                 settings = {**SETTINGS, "pre_tasks": bad}
                 refused = await client.post("/v1/jobs", json=wanted("a", settings=settings))
                 assert "pre_tasks" in str(check_problem(refused, 422, "INVALID_ARGUMENT"))

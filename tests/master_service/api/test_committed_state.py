@@ -16,7 +16,15 @@ from trireme_shared.protocol.records import UserFailure
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
 from trireme_shared.protocol.records.operations import OperationState
 
-PATHS = ["/v1/job", "/v1/task-summary", "/v1/tasks", "/v1/tasks/0", "/v1/members", "/v1/members/t1", "/v1/checkpoints"]
+PATHS = [
+    "/v1/job",
+    "/v1/task-summary",
+    "/v1/tasks",
+    "/v1/tasks/0",
+    "/v1/members",
+    "/v1/members/t1",
+    "/v1/checkpoints",
+]
 FAILURE = UserFailure(error_type="ValueError", message="no")
 
 

@@ -1,4 +1,5 @@
-"""ETag, If-None-Match and If-Match: who changes what somebody else has changed meanwhile is told so, and changes nothing."""
+"""ETag, If-None-Match and If-Match: who changes what somebody else has changed meanwhile is told so, and
+changes nothing."""
 
 from __future__ import annotations
 
@@ -55,13 +56,19 @@ def test_an_answer_that_the_caller_has_is_not_sent_again() -> None:
                 for known in (tag, f'"x", W/{tag}', "*"):
                     for method in ("GET", "HEAD"):
                         again = await client.request(method, path, headers={"If-None-Match": known})
-                        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag), known
-                other = await client.get(path, headers={"If-None-Match": only(read.json()["version"])["If-Match"]})
+                        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag), (
+                            known
+                        )
+                other = await client.get(
+                    path, headers={"If-None-Match": only(read.json()["version"])["If-Match"]}
+                )
                 assert other.content == read.content, "the version alone is no tag of the answer"
                 for malformed in ("", "x", '"x', '"x" "y"', "*, *"):
                     answer = await client.get(path, headers={"If-None-Match": malformed})
                     check_problem(answer, 400, "INVALID_ARGUMENT")
-            check_problem(await client.get("/v1/pool-members/none", headers={"If-None-Match": "*"}), 404, "NOT_FOUND")
+            check_problem(
+                await client.get("/v1/pool-members/none", headers={"If-None-Match": "*"}), 404, "NOT_FOUND"
+            )
 
     run_virtually(main)
 
@@ -148,8 +155,8 @@ def test_without_the_comparison_both_do(name: str) -> None:
 
 
 async def rivals_at_two_masters(name: str, turns: int) -> bool:
-    """The master dies after so many turns of the first request. The second one asks the next master, then the first one asks again
-    there. Whether the first one was answered before."""
+    """The master dies after so many turns of the first request. The second one asks the next master, then the
+    first one asks again there. Whether the first one was answered before."""
     path, (method, action), (other_method, other_action), effect, effects = RIVALS[name]
     world, process = World("cluster"), StoppingProcess("m1")
     await world.prepare()
@@ -188,7 +195,9 @@ async def at_each_turn(name: str) -> int:
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_one_of_two_wins_whenever_the_master_changes_between_them(name: str) -> None:
-    assert run_virtually(at_each_turn, name, shuffled=False) > 2, "the master was never killed while it worked"
+    assert run_virtually(at_each_turn, name, shuffled=False) > 2, (
+        "the master was never killed while it worked"
+    )
 
 
 def test_what_is_expected_is_checked_before_anything_else_changes() -> None:
@@ -200,7 +209,9 @@ def test_what_is_expected_is_checked_before_anything_else_changes() -> None:
             check_problem(resumed, 412, "PRECONDITION_FAILED")
             found = await leader.etcd.get(leader.keys.keys_of("failed").state)
             assert JobState.model_validate_json(found.value).phase is Phase.FAILED, "it was opened again"
-            check_problem(await client.delete("/v1/jobs/failed", headers=only("0" * 16)), 412, "PRECONDITION_FAILED")
+            check_problem(
+                await client.delete("/v1/jobs/failed", headers=only("0" * 16)), 412, "PRECONDITION_FAILED"
+            )
             assert leader.state.job("failed").wanted == "run"
             for nothing in ('W/"x"', '"x"', '""', f'W/"{await version_at(client, "/v1/jobs/waits")}"'):
                 answer = await client.post("/v1/jobs/waits/cancel", headers={"If-Match": nothing})
@@ -208,7 +219,9 @@ def test_what_is_expected_is_checked_before_anything_else_changes() -> None:
             for malformed in ("", "x", '"x', '"x" "y"', '*, "x"', '"\\u00e4"x'):
                 answer = await client.post("/v1/jobs/waits/cancel", headers={"If-Match": malformed})
                 check_problem(answer, 422, "INVALID_ARGUMENT")
-            check_problem(await client.post("/v1/jobs/none/cancel", headers={"If-Match": "*"}), 404, "NOT_FOUND")
+            check_problem(
+                await client.post("/v1/jobs/none/cancel", headers={"If-Match": "*"}), 404, "NOT_FOUND"
+            )
             many = {"If-Match": f'"x" , "{await version_at(client, "/v1/jobs/waits")}.y",W/"z"'}
             assert (await client.post("/v1/jobs/waits/cancel", headers=many)).status_code == 200
             assert (await client.delete("/v1/jobs/waits", headers={"If-Match": "*"})).status_code == 200
@@ -222,12 +235,19 @@ def test_a_schedule_of_the_same_name_that_was_created_anew_is_not_deleted() -> N
         async with jobs.leading() as leader, client_of(leader) as client:
             created = (await client.post("/v1/schedules", json=CRON)).json()["create_time"]
             version = await version_at(client, "/v1/schedules/s")
-            ran = {"next_time": "2100-01-01T00:00:00Z", "last_time": created, "last_job": "s-1", "reason": "created"}
+            ran = {
+                "next_time": "2100-01-01T00:00:00Z",
+                "last_time": created,
+                "last_job": "s-1",
+                "reason": "created",
+            }
             assert version_of_schedule(leader.state.schedule("s").model_copy(update=ran)) == version
             await until(lambda: rfc3339(clock.wall_time()) != created, "the next millisecond")
             assert (await client.delete("/v1/schedules/s", headers=only(version))).status_code == 200
             await client.post("/v1/schedules", json=CRON)
-            check_problem(await client.delete("/v1/schedules/s", headers=only(version)), 412, "PRECONDITION_FAILED")
+            check_problem(
+                await client.delete("/v1/schedules/s", headers=only(version)), 412, "PRECONDITION_FAILED"
+            )
             assert "s" in leader.state.schedules
 
     run_virtually(main)
@@ -269,7 +289,9 @@ def test_if_match_is_taken_where_it_is_documented_and_refused_elsewhere() -> Non
                 if method == "GET" or compared or "task-leases" in path:
                     continue
                 asked = path.format(
-                    **dict.fromkeys(("job", "member_id", "checkpoint_id", "resize_id", "member", "task_id"), "none")
+                    **dict.fromkeys(
+                        ("job", "member_id", "checkpoint_id", "resize_id", "member", "task_id"), "none"
+                    )
                 )
                 problem = check_problem(
                     await client.request(method, asked, headers={"If-Match": '"x"'}), 422, "INVALID_ARGUMENT"

@@ -1,4 +1,5 @@
-"""The master's server on a real socket: connections that send nothing, half a request, too large a head, or are too many."""
+"""The master's server on a real socket: connections that send nothing, half a request, too large a head, or
+are too many."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from trireme_shared.protocol.records import AcquireTask, FailTask, UserFailure
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF_HEAD = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-mo"
 HALF_BODY = (
-    b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+    b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+    b"application/json\r\ncontent-length: 50\r\n\r\n{"
 )
 CUT_S = 20.0  # on a busy machine
 
@@ -55,7 +57,9 @@ async def rest_of(port: int, *sent: bytes) -> bytes:
         writer.close()
 
 
-@pytest.mark.parametrize("sent", [(b"",), (HALF_HEAD,), (HALF_BODY,), (HEALTH, HALF_HEAD), (HEALTH, HALF_BODY)])
+@pytest.mark.parametrize(
+    "sent", [(b"",), (HALF_HEAD,), (HALF_BODY,), (HEALTH, HALF_HEAD), (HEALTH, HALF_BODY)]
+)
 async def test_a_connection_without_a_whole_request_is_cut(sent: tuple[bytes, ...]) -> None:
     async with serving(Connections(request_s=0.2)) as port:
         assert await rest_of(port, *sent) == b""
@@ -86,8 +90,8 @@ async def test_a_head_beyond_the_bound_is_refused() -> None:
     async with serving(Connections(head_bytes=4096)) as port:
         assert b" 431 " in await rest_of(port, head + b"x" * 5000)
         body = (
-            b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 20000\r\n\r\n"
-            + b" " * 20000
+            b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\nconnection: "
+            b"close\r\ncontent-length: 20000\r\n\r\n" + b" " * 20000
         )
         answer = await rest_of(port, body)
         assert answer.startswith(b"HTTP/1.1 4")
@@ -104,7 +108,8 @@ async def test_a_peer_has_a_bounded_number_of_connections() -> None:
             with capture_logs() as logs:
                 for _ in range(5):
                     assert await rest_of(port, HEALTH) == b""
-            assert [line["refused"] for line in logs if line["event"] == "connection_refused"] == [1]  # not a line each
+            # not a line each
+            assert [line["refused"] for line in logs if line["event"] == "connection_refused"] == [1]
         finally:
             for _, writer in held:
                 writer.close()
@@ -121,7 +126,10 @@ async def test_no_task_is_given_to_a_request_whose_caller_is_gone(hot: bool) -> 
                 held = await master.acquire_task(AcquireTask(trainer="t1", request="held", generation=1))
                 assert held.task is not None
                 body = AcquireTask(trainer="t2", request="gone", generation=1, wait_s=20).to_bytes()
-                head = b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+                head = (
+                    b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+                    b"application/json\r\ncontent-length: %d\r\n\r\n"
+                )
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.write(head % len(body) + body)
                 await until(lambda: len(master.term.asks) == 1, "it to wait", CUT_S)

@@ -1,4 +1,5 @@
-"""The page at a master's `/` without a browser: what is served, with which headers, how large it is, and that it is what its sources give."""
+"""The page at a master's `/` without a browser: what is served, with which headers, how large it is, and that
+it is what its sources give."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ async def check_pages(jobs: JobsLed) -> None:
             assert headers["x-frame-options"] == "DENY"
             assert headers["x-content-type-options"] == "nosniff"
             assert headers["referrer-policy"] == "no-referrer"
-            assert headers["cross-origin-opener-policy"] == headers["cross-origin-resource-policy"] == "same-origin"
+            assert (
+                headers["cross-origin-opener-policy"]
+                == headers["cross-origin-resource-policy"]
+                == "same-origin"
+            )
             assert not any(name.startswith("access-control-") for name in headers)
             assert (await client.get(path, headers={"If-None-Match": headers["etag"]})).status_code == 304
             assert (await client.head(path)).status_code == 200
@@ -74,7 +79,12 @@ def test_its_policy_lets_in_nothing_from_elsewhere_and_no_script_or_style_in_the
     assert "unsafe" not in POLICY
     page = (BUILT / "index.html").read_text()
     assert not re.search(r"<style|style=|\son\w+=|<script>|javascript:", page)
-    assert re.findall(r'(?:src|href)="([^"]*)"', page) == ["data:,", "dashboard/app.css", "about", "dashboard/app.js"]
+    assert re.findall(r'(?:src|href)="([^"]*)"', page) == [
+        "data:,",
+        "dashboard/app.css",
+        "about",
+        "dashboard/app.js",
+    ]
 
 
 def test_its_files_name_no_other_host_than_those_of_messages_and_namespaces() -> None:
@@ -108,7 +118,9 @@ def test_what_is_served_is_what_the_sources_give(tmp_path: Path) -> None:
 
 def test_the_versions_of_what_it_is_built_with_are_pinned() -> None:
     lock = (DASHBOARD / "package-lock.json").read_text()
-    versions = re.findall(r'"(?:axe-core|esbuild|svelte|uplot)": "([^"]*)"', (DASHBOARD / "package.json").read_text())
+    versions = re.findall(
+        r'"(?:axe-core|esbuild|svelte|uplot)": "([^"]*)"', (DASHBOARD / "package.json").read_text()
+    )
     assert len(versions) == 4
     assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions)
     assert lock.count('"integrity"') >= 4
@@ -127,5 +139,8 @@ async def test_a_token_learns_its_role(tmp_path: Path) -> None:
 async def test_members_say_how_many_slots_they_own() -> None:
     async with running(MasterCluster(spec_of(pservers=2)), "t1") as master, client_of(master) as client:
         members = (await client.get("/v1/members")).json()["members"]
-        assert sum(member["slots"] for member in members if member["kind"] == "pserver") == master.job.spec.slot_count
+        assert (
+            sum(member["slots"] for member in members if member["kind"] == "pserver")
+            == master.job.spec.slot_count
+        )
         assert [member["slots"] for member in members if member["kind"] == "trainer"] == [None]

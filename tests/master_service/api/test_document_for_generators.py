@@ -1,4 +1,5 @@
-"""What generators of clients need of the document: each made a client that does not build, or that takes one answer for another."""
+"""What generators of clients need of the document: each made a client that does not build, or that takes one
+answer for another."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def schemas_in(part: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def test_every_number_says_how_wide_it_is():
     """Go takes 32 bits where nothing is said, and cannot read the id of an event."""
     found = [
-        (where, schema) for where, schema in schemas_in(DOCUMENT, "#") if schema.get("type") in ("integer", "number")
+        (where, schema)
+        for where, schema in schemas_in(DOCUMENT, "#")
+        if schema.get("type") in ("integer", "number")
     ]
     assert len(found) > 100
     assert [where for where, schema in found if schema.get("format") not in ("int64", "double")] == []
@@ -48,7 +51,9 @@ def test_what_tells_the_kinds_of_a_union_apart_is_required_of_each():
     assert unions
     for union in unions:
         for kind in union["oneOf"]:
-            assert union["discriminator"]["propertyName"] in SCHEMAS[kind["$ref"].rpartition("/")[2]]["required"], kind
+            assert (
+                union["discriminator"]["propertyName"] in SCHEMAS[kind["$ref"].rpartition("/")[2]]["required"]
+            ), kind
 
 
 def test_states_in_answers_may_get_new_values():
@@ -75,7 +80,8 @@ def test_states_in_answers_may_get_new_values():
 
 
 def test_an_operation_has_one_kind_of_answer():
-    """Go takes all good answers for the first one; other languages get a union that each caller must take apart."""
+    """Go takes all good answers for the first one; other languages get a union that each caller must take
+    apart."""
     for method, path, operation in operations(DOCUMENT):
         good = {status: answer for status, answer in operation["responses"].items() if status.startswith("2")}
         assert len(good) == 1, (method, path, list(good))

@@ -1,4 +1,5 @@
-"""Metrics and evaluations of a job that nobody leads any more: from its storage and from etcd, in bounded time and memory."""
+"""Metrics and evaluations of a job that nobody leads any more: from its storage and from etcd, in bounded
+time and memory."""
 
 from __future__ import annotations
 
@@ -53,19 +54,26 @@ def test_a_job_that_has_ended_still_shows_its_metrics_and_evaluations() -> None:
             assert (await client.get("/v1/jobs/a/metric-series")).json()["series"] == [], "it has not begun"
             async with jobs.pool(1, 1):
                 await until(lambda: leader.state.job("a").standing is Standing.ACTIVE, "the job to start")
-                await until(lambda: "a" in leader.term.jobs and leader.term.jobs["a"].master.current_term, "its term")
+                await until(
+                    lambda: "a" in leader.term.jobs and leader.term.jobs["a"].master.current_term, "its term"
+                )
                 steps = [
-                    StepMetrics(step=step, epoch=0, loss_sum=2.0 * step, records=2, lr=(0.1,)) for step in range(8)
+                    StepMetrics(step=step, epoch=0, loss_sum=2.0 * step, records=2, lr=(0.1,))
+                    for step in range(8)
                 ]
                 await asyncio.sleep(0.1)
-                await leader.find("a").report_metrics(MetricBatch(trainer="t0-1", steps=tuple(steps), whole=True))
+                await leader.find("a").report_metrics(
+                    MetricBatch(trainer="t0-1", steps=tuple(steps), whole=True)
+                )
                 led = (await client.get("/v1/jobs/a/metric-series/loss")).json()
                 by_epoch = (await client.get("/v1/jobs/a/metric-series/loss?by=epoch")).json()
                 assert [point["mean"] for point in led["points"]] == [float(step) for step in range(8)]
                 assert [point["mean"] for point in by_epoch["points"]] == [3.5]
                 for number in (1, 2, 3):
                     left_out = "its checkpoint is damaged" if number == 2 else ""
-                    record = evaluation(number, metrics={} if left_out else {"accuracy": 0.5}, left_out=left_out)
+                    record = evaluation(
+                        number, metrics={} if left_out else {"accuracy": 0.5}, left_out=left_out
+                    )
                     await jobs.etcd.put(jobs.keys.keys_of("a").evaluation_result(number), record.to_bytes())
                 status = EvaluationStatus(settled=3)  # later ones would be of steps that the job has left
                 await jobs.etcd.put(jobs.keys.keys_of("a").evaluation_status, status.to_bytes())
@@ -84,7 +92,9 @@ def test_a_job_that_has_ended_still_shows_its_metrics_and_evaluations() -> None:
             page = (await client.get("/v1/jobs/a/evaluations?page_size=2")).json()
             told = [(each["number"], each["metrics"], each["left_out"]) for each in page["evaluations"]]
             assert told == [(3, {"accuracy": 0.5}, ""), (2, {}, "its checkpoint is damaged")]
-            rest = await client.get(f"/v1/jobs/a/evaluations?page_size=2&page_token={page['next_page_token']}")
+            rest = await client.get(
+                f"/v1/jobs/a/evaluations?page_size=2&page_token={page['next_page_token']}"
+            )
             assert [each["number"] for each in rest.json()["evaluations"]] == [1]
             assert rest.json()["next_page_token"] == ""
             check_problem(await client.get("/v1/jobs/b/evaluations"), 404, "NOT_FOUND")
@@ -125,7 +135,9 @@ def test_who_asks_at_the_same_time_waits_for_one_read_and_few_jobs_are_read_at_o
         for files in all_files:
             files.contents[name_of(1, 1, everything=False)] = stored(0)
             files.slow_s = 1.0
-        asked = [asyncio.ensure_future(reader.read(str(number % 5), all_files[number % 5])) for number in range(10)]
+        asked = [
+            asyncio.ensure_future(reader.read(str(number % 5), all_files[number % 5])) for number in range(10)
+        ]
         await asyncio.sleep(0.5)
         assert [files.reads for files in all_files] == [1, 1, 0, 0, 0]
         with replaced(series_files, "MOST_WAITING", 5):

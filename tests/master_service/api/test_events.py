@@ -20,7 +20,9 @@ from tests.master_service.many_jobs import Jobs, job_of
 from trireme_shared.protocol.records.cluster import Standing
 
 
-async def names_after(client: httpx.AsyncClient, path: str, after: int, **query: Any) -> tuple[list[str], int]:
+async def names_after(
+    client: httpx.AsyncClient, path: str, after: int, **query: Any
+) -> tuple[list[str], int]:
     answer = await client.get(path, params={"after": after, **query})
     assert answer.status_code == 200, answer.text
     page = answer.json()
@@ -74,8 +76,18 @@ class Reader:
 
     def __init__(self, app: Any, path: str, *headers: tuple[bytes, bytes]) -> None:
         self.status, self.text, self.takes, self.ended = 0, "", True, False
-        scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "raw_path": path.encode()}
-        scope |= {"headers": [(b"host", b"localhost"), *headers], "server": ("127.0.0.1", 1), "http_version": "1.1"}
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": path,
+            "query_string": b"",
+            "raw_path": path.encode(),
+        }
+        scope |= {
+            "headers": [(b"host", b"localhost"), *headers],
+            "server": ("127.0.0.1", 1),
+            "http_version": "1.1",
+        }
         self._gone = asyncio.Event()
         self._asked = False
         self.running = asyncio.ensure_future(app(scope, self._receive, self._send))

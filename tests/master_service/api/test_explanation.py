@@ -1,4 +1,5 @@
-"""`GET /v1/job/explanation`: each situation is brought about in a running master, and must be the first cause that is told."""
+"""`GET /v1/job/explanation`: each situation is brought about in a running master, and must be the first cause
+that is told."""
 
 from __future__ import annotations
 
@@ -179,7 +180,9 @@ def test_a_trainer_whose_model_differs_is_refused() -> None:
     async def script(cluster: MasterCluster, master: Master) -> None:
         await cluster.add_trainer("t2")
         await until(lambda: "t2" in master.job.members.trainers, "t2")
-        await master.report_failure("t2", failure(LayoutMismatch.code, "this trainer's model is not the job's"))
+        await master.report_failure(
+            "t2", failure(LayoutMismatch.code, "this trainer's model is not the job's")
+        )
         await cluster.lose("t2")
         await until(lambda: "t2" not in master.job.members.trainers, "t2 to be gone")
         await progressed(master)
@@ -199,7 +202,10 @@ def test_lanes_wait_for_a_trainer_that_was_refused_or_does_not_begin() -> None:
     async def script(cluster: MasterCluster, master: Master) -> None:
         await asyncio.sleep(LONG_S)
         told = await explained(master)
-        assert (told["code"], "No trainer has asked for a task yet" in told["summary"]) == ("LANES_NOT_STARTED", True)
+        assert (told["code"], "No trainer has asked for a task yet" in told["summary"]) == (
+            "LANES_NOT_STARTED",
+            True,
+        )
         for lane in (0, 1):
             await take(cluster, master, "t1", stream=lane)
         await asyncio.sleep(LONG_S)
@@ -233,7 +239,9 @@ def test_the_script_fails_on_a_task_again_and_again() -> None:
         for _ in range(2):
             await asyncio.sleep(2)
             task = await take(cluster, master)
-            report = FailTask(trainer="t1", attempt=task.attempt, failure=failure("KeyError", "'pixels'", "t1"))
+            report = FailTask(
+                trainer="t1", attempt=task.attempt, failure=failure("KeyError", "'pixels'", "t1")
+            )
             await master.fail_task(task.task_id, report)
         told = await explained(master)
         assert told["code"] == "USER_CODE_FAILS"
@@ -288,7 +296,11 @@ def test_a_wait_for_a_slower_trainer_is_told_before_the_late_tasks() -> None:
         told_by_t1 = "t2 computes with parameters 3 pushes old, and max_staleness is 2"
         report = TaskProgress(trainer="t1", attempt=1, minibatches=1, waits_for=told_by_t1)
         await master.report_progress(task.task_id, report)
-        assert codes(await explained(master))[:3] == ["PROGRESS_IS_FINE", "SLOWER_TRAINER_AWAITED", "LATE_TASKS"]
+        assert codes(await explained(master))[:3] == [
+            "PROGRESS_IS_FINE",
+            "SLOWER_TRAINER_AWAITED",
+            "LATE_TASKS",
+        ]
         await asyncio.sleep(LONG_S)
         told = await explained(master)
         assert codes(told)[:2] == ["SLOWER_TRAINER_AWAITED", "LATE_TASKS"]
@@ -303,7 +315,9 @@ def test_a_wait_for_a_slower_trainer_is_told_before_the_late_tasks() -> None:
 def test_more_trainers_than_lanes() -> None:
     async def script(cluster: MasterCluster, master: Master) -> None:
         told = await explained(master)
-        assert "2 trainers share 1 lanes: 1 has nothing to compute." in [cause["summary"] for cause in told["also"]]
+        assert "2 trainers share 1 lanes: 1 has nothing to compute." in [
+            cause["summary"] for cause in told["also"]
+        ]
 
     in_job(script, "t1", "t2", mode="sync", lanes=1)
 

@@ -204,7 +204,9 @@ def test_who_cannot_write_checkpoints_and_what_an_operation_waits_for_are_told()
 
 def test_an_asynchronous_job_goes_on_without_a_parameter_server() -> None:
     async def main() -> None:
-        spec = spec_of(pservers=2, checkpoint_kind="coordinated", checkpoint_every_seconds=None, slot_count=128)
+        spec = spec_of(
+            pservers=2, checkpoint_kind="coordinated", checkpoint_every_seconds=None, slot_count=128
+        )
         cluster = MasterCluster(spec)
         await checkpoint(cluster, 1)
         async with running(cluster, "t1") as master:

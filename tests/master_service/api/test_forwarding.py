@@ -1,4 +1,5 @@
-"""A page at a standby: its requests are answered by the leader, with the leader's checks, and only if it asks for that."""
+"""A page at a standby: its requests are answered by the leader, with the leader's checks, and only if it asks
+for that."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def leader_known_to(standby: Master) -> str:
 @asynccontextmanager
 async def standing_by(tmp_path: Path) -> AsyncIterator[tuple[str, str]]:
     """The addresses of a leader and of its standby."""
-    cluster, access = MasterCluster(spec_of(mode=Mode.SYNC)), access_by_role(tmp_path / "tokens", ["127.0.0.1"])
+    cluster, access = (
+        MasterCluster(spec_of(mode=Mode.SYNC)),
+        access_by_role(tmp_path / "tokens", ["127.0.0.1"]),
+    )
     listener, stopping = socket.create_server(("127.0.0.1", 0)), asyncio.Event()
     leader = cluster.master("m1")
     leader.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -83,7 +87,9 @@ async def test_a_standby_passes_on_what_asks_for_it_and_nothing_else(tmp_path: P
                 assert given.json().keys() == asked.json().keys()
                 assert len(given.headers.get_list("x-request-id")) == 1
             kept = {"Idempotency-Key": "the-same"}
-            made = [await each.post("/v1/jobs/j/checkpoints", json={}, headers=kept) for each in (direct, through)]
+            made = [
+                await each.post("/v1/jobs/j/checkpoints", json={}, headers=kept) for each in (direct, through)
+            ]
             assert made[0].json()["operation_id"] == made[1].json()["operation_id"], "the key went with it"
             tag = (await through.get("/v1/job")).headers["etag"]
             assert (await through.get("/v1/job", headers={"If-None-Match": tag})).status_code in (200, 304)
@@ -114,7 +120,9 @@ async def test_both_masters_check_who_asks(tmp_path: Path) -> None:
         async with client(standby, **FORWARD) as through:
             foreign = await through.get("/v1/job", headers={"Origin": "http://evil.example"})
             check_problem(foreign, 403, "ORIGIN_NOT_ALLOWED")
-            check_problem(await through.get("/v1/job", headers={"Host": "evil.example"}), 421, "HOST_NOT_ALLOWED")
+            check_problem(
+                await through.get("/v1/job", headers={"Host": "evil.example"}), 421, "HOST_NOT_ALLOWED"
+            )
             own = await through.get("/v1/job", headers={"Origin": standby})
             assert own.status_code == 200, "the page's own origin, which is not the leader's"
             huge = await through.post(
@@ -137,7 +145,9 @@ async def test_without_a_leader_that_answers_it_is_as_without_the_header(tmp_pat
         running = asyncio.ensure_future(standby.run(stopping))
         await until(lambda: leader_known_to(standby) == leader.url, "the standby to know its leader", LIMIT_S)
         transport = httpx.ASGITransport(make_app(standby))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=FORWARD) as asking:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", headers=FORWARD
+        ) as asking:
             check_problem(await asking.get("/v1/job"), 503, "NOT_LEADER")
             with replaced(middleware, "MOST_FORWARDED", 0):  # type: ignore[arg-type]
                 check_problem(await asking.post("/v1/jobs/j/checkpoints", json={}), 503, "NOT_LEADER")

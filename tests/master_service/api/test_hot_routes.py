@@ -1,5 +1,5 @@
-"""The task routes are served in front of FastAPI. The same requests in the same order get, byte for byte, what FastAPI alone
-answers."""
+"""The task routes are served in front of FastAPI. The same requests in the same order get, byte for byte,
+what FastAPI alone answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ SERVED = [
     post(TASK, ask("late", trainer="stranger")),
     post(f"{TASK}/0/progress", report(minibatches=1)),
     post(f"{TASK}/0/progress", report(9, minibatches=1)),
-    post(f"{TASK}/0/complete", report(records=10, sums={"seen": 1e300}, next={"request": "n1", "generation": 1})),
+    post(
+        f"{TASK}/0/complete",
+        report(records=10, sums={"seen": 1e300}, next={"request": "n1", "generation": 1}),
+    ),
     post(f"{TASK}/0/complete", report(records=10, next={"request": "n1", "generation": 1})),
     post(f"{TASK}/1/complete", report(2)),
     post(f"{TASK}/1/complete", report(epoch=0, timeline=0)),
@@ -113,7 +116,8 @@ async def answers(app: ASGIApp, calls: list[Call]) -> list[tuple[int, dict[str, 
 
 
 async def both(calls: list[Call]) -> tuple[int, list[Any], list[Any]]:
-    """How many requests FastAPI served behind the direct routes; what was answered with them; and by FastAPI alone."""
+    """How many requests FastAPI served behind the direct routes; what was answered with them; and by FastAPI
+    alone."""
 
     async def cluster(make: Any) -> list[Any]:
         async with running(MasterCluster(spec_of()), "t1") as master:
@@ -149,7 +153,10 @@ LONE_SURROGATES = [
     post(TASK, rb'{"trainer": "\ud800", "request": "r", "generation": 1}'),
     post(TASK, rb'{"trainer": "t1", "request": "\udc00x", "generation": 1}'),
     post(f"{TASK}/0/complete", rb'{"trainer": "t1", "attempt": 1, "sums": {"\uD800": 1}}'),
-    post(f"{TASK}/0/fail", rb'{"trainer": "t1", "attempt": 1, "failure": {"error_type": "E", "message": "\uDFFF"}}'),
+    post(
+        f"{TASK}/0/fail",
+        rb'{"trainer": "t1", "attempt": 1, "failure": {"error_type": "E", "message": "\uDFFF"}}',
+    ),
     post("/v1/members/t1/failures", rb'{"error_type": "E", "message": "\ud83d\u0020"}'),
 ]
 
@@ -158,7 +165,9 @@ async def test_text_that_cannot_be_encoded_again_is_refused_and_the_master_goes_
     for make in (make_app, make_api):
         async with running(MasterCluster(spec_of()), "t1") as master:
             app = make(master)
-            for call, (status, _, body) in zip(LONE_SURROGATES, await answers(app, LONE_SURROGATES), strict=True):
+            for call, (status, _, body) in zip(
+                LONE_SURROGATES, await answers(app, LONE_SURROGATES), strict=True
+            ):
                 problem = json.loads(body)
                 assert (status, problem["code"]) == (422, "INVALID_ARGUMENT"), call
                 assert "surrogate" in problem["detail"], call
@@ -211,11 +220,18 @@ async def test_a_request_whose_connection_closes_before_its_end_costs_nothing_mo
 DEEP = [
     b"[" * 5000 + b"]" * 5000,
     json.dumps(ask("deep"))[:-1].encode() + b', "unknown": ' + b"[" * 300 + b"]" * 300 + b"}",
-    json.dumps(ask("deep"))[:-1].encode() + b', "unknown": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+    json.dumps(ask("deep"))[:-1].encode()
+    + b', "unknown": '
+    + b'{"a":' * 50_000
+    + b"1"
+    + b"}" * 50_000
+    + b"}",
 ]
 
 
-@pytest.mark.parametrize("path", [TASK, f"{TASK}/0/complete", "/v1/metric-batches", "/v1/members/t1/failures"])
+@pytest.mark.parametrize(
+    "path", [TASK, f"{TASK}/0/complete", "/v1/metric-batches", "/v1/members/t1/failures"]
+)
 async def test_json_that_is_nested_too_deep_is_refused_alike_on_every_path(path: str) -> None:
     calls = [post(path, body) for body in DEEP]
     async with running(MasterCluster(spec_of()), "t1") as master:

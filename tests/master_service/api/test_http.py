@@ -1,4 +1,5 @@
-"""What all paths have in common: HEAD, OPTIONS, Allow, trailing slashes, unknown parameters, Retry-After; and the pages for people."""
+"""What all paths have in common: HEAD, OPTIONS, Allow, trailing slashes, unknown parameters, Retry-After; and
+the pages for people."""
 
 from __future__ import annotations
 
@@ -52,7 +53,16 @@ async def test_every_path_answers_options_and_names_all_its_methods() -> None:
 
 async def test_head_is_get_without_the_body() -> None:
     async with api() as client:
-        for path in ("/v1/jobs/j", "/v1/tasks", "/v1/version", "/metrics", "/healthz", "/openapi.json", "/docs", "/"):
+        for path in (
+            "/v1/jobs/j",
+            "/v1/tasks",
+            "/v1/version",
+            "/metrics",
+            "/healthz",
+            "/openapi.json",
+            "/docs",
+            "/",
+        ):
             got, head = await client.get(path), await client.head(path)
             assert (head.status_code, head.content) == (200, b""), path
             assert head.headers["content-type"] == got.headers["content-type"]
@@ -90,7 +100,9 @@ async def test_unknown_query_parameters_and_repeated_ones_are_refused() -> None:
         check_problem(await client.post("/v1/task-leases?wait=1", json=ask), 422, "INVALID_ARGUMENT")
         assert (await client.get("/v1/tasks?page_size=1&state=TODO")).status_code == 200
         for token in ("x", "-1", "1" * 19, "\uff11"):
-            check_problem(await client.get("/v1/tasks", params={"page_token": token}), 422, "INVALID_ARGUMENT")
+            check_problem(
+                await client.get("/v1/tasks", params={"page_token": token}), 422, "INVALID_ARGUMENT"
+            )
 
 
 async def test_what_may_succeed_later_says_when_to_ask_again() -> None:
@@ -150,7 +162,9 @@ def test_operations_are_listed_by_state_and_in_pages() -> None:
                 assert (begun.status_code, begun.headers["retry-after"]) == (202, "1")
                 assert begun.json()["state"] == "RUNNING"
             first = (await client.get("/v1/operations", params={"page_size": 2})).json()
-            rest = (await client.get("/v1/operations", params={"page_token": first["next_page_token"]})).json()
+            rest = (
+                await client.get("/v1/operations", params={"page_token": first["next_page_token"]})
+            ).json()
             found = [each["operation_id"] for page in (first, rest) for each in page["operations"]]
             assert (len(first["operations"]), rest["next_page_token"], len(set(found))) == (2, "", 3)
             ended = await client.get(f"/v1/operations/{found[-1]}", params={"wait_s": 30})
@@ -181,7 +195,10 @@ class Links(HTMLParser):
 @pytest.mark.parametrize("page", ["/", "/docs"])
 async def test_a_page_needs_nothing_from_elsewhere(page: str) -> None:
     """Also without a token: they tell nothing of a job."""
-    async with leading(MasterCluster(spec_of()).master()) as master, client_of(master, token="secret") as client:
+    async with (
+        leading(MasterCluster(spec_of()).master()) as master,
+        client_of(master, token="secret") as client,
+    ):
         answer = await client.get(page)
         assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
         policy = answer.headers["content-security-policy"]
@@ -211,7 +228,12 @@ async def test_the_documentation_page_draws_the_document_of_this_service() -> No
             answer = await client.get(path)
             again = await client.get(path, headers={"If-None-Match": answer.headers["etag"]})
             assert (answer.status_code, again.status_code, again.content) == (200, 304, b""), path
-        for path in ("/docs/../../__init__.py", "/docs/%2e%2e/document.py", "/docs/README.md", "/v1/openapi.json"):
+        for path in (
+            "/docs/../../__init__.py",
+            "/docs/%2e%2e/document.py",
+            "/docs/README.md",
+            "/v1/openapi.json",
+        ):
             check_problem(await client.get(path), 404, "NOT_FOUND")
 
 
@@ -222,7 +244,8 @@ def filled_in(parameter: dict[str, Any]) -> Any:
 
 
 async def test_forms_of_the_documentation_page_begin_with_defaults() -> None:
-    """Not with an example: a token of a later page shows an empty list, and with the key of an earlier request nothing is done."""
+    """Not with an example: a token of a later page shows an empty list, and with the key of an earlier
+    request nothing is done."""
     async with api() as client:
         paths = (await client.get("/openapi.json")).json()["paths"]
     found = {

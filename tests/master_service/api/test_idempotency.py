@@ -21,7 +21,8 @@ from trireme_shared.protocol.times import rfc3339
 
 
 async def killed(asked: Asked, turns: int) -> bool:
-    """The master dies after so many turns of the request; the next one is asked twice. Whether the first one had answered."""
+    """The master dies after so many turns of the request; the next one is asked twice. Whether the first one
+    had answered."""
     world, process = World(asked.world), StoppingProcess("m1")
     await world.prepare()
     async with world.leading("m1", process) as first:
@@ -37,7 +38,11 @@ async def killed(asked: Asked, turns: int) -> bool:
             assert answers == [answers[0]] * len(answers), turns
             assert asked.effect(second) == asked.once, turns
             if asked.body is None or "request" not in asked.body:
-                changed = "cause" if "pservers" in (asked.body or {}) or "trainers" in (asked.body or {}) else "name"
+                changed = (
+                    "cause"
+                    if "pservers" in (asked.body or {}) or "trainers" in (asked.body or {})
+                    else "name"
+                )
                 other = {**(asked.body or {}), changed: "other"}
                 check_problem(await post(second, path, other), 422, "IDEMPOTENCY_KEY_REUSED")
     return answered
@@ -61,7 +66,9 @@ async def keep_nothing(asked: Asked) -> None:
         await kill_at_each_turn(asked)
 
 
-@pytest.mark.parametrize("name", ["failTask", "reportSuspect", "cancelResize", "drainPoolMember", "createJob"])
+@pytest.mark.parametrize(
+    "name", ["failTask", "reportSuspect", "cancelResize", "drainPoolMember", "createJob"]
+)
 def test_without_kept_answers_a_request_is_refused_or_takes_effect_again(name: str) -> None:
     with pytest.raises(AssertionError):
         run_virtually(keep_nothing, ASKED[name], shuffled=False)
@@ -76,7 +83,11 @@ def test_every_request_that_changes_something_takes_a_key_and_is_killed_here() -
             async with world.leading("m1") as master:
                 for path, operations in make_api(master).openapi()["paths"].items():
                     posted = operations.get("post", {})
-                    keys = [each for each in posted.get("parameters", ()) if each["name"].lower() == "idempotency-key"]
+                    keys = [
+                        each
+                        for each in posted.get("parameters", ())
+                        if each["name"].lower() == "idempotency-key"
+                    ]
                     assert not posted or len(keys) == 1, path
                     found |= {posted["operationId"]} if posted else set()
         return found

@@ -67,7 +67,9 @@ def texts(answer: httpx.Response) -> list[str]:
 
 
 def test_logs_are_listed_by_page_and_read_from_both_ends_and_tokens_are_masked(tmp_path: Path) -> None:
-    log = write(tmp_path / "trainer-0.log", logged(1, "begins"), "loss 0.5", f"token {new_token(Role.ADMIN)};", "end")
+    log = write(
+        tmp_path / "trainer-0.log", logged(1, "begins"), "loss 0.5", f"token {new_token(Role.ADMIN)};", "end"
+    )
     write(tmp_path / "pserver-0.log")
     os.utime(log, (0, 1767225600))
 
@@ -86,23 +88,32 @@ def test_logs_are_listed_by_page_and_read_from_both_ends_and_tokens_are_masked(t
             }
             found = (await client.get("/logs/trainer-0?tail=2")).json()
             time = SECONDS.format(1)
-            assert found["lines"] == [{"time": time, "text": "token trireme_admin_***;"}, {"time": time, "text": "end"}]
+            assert found["lines"] == [
+                {"time": time, "text": "token trireme_admin_***;"},
+                {"time": time, "text": "end"},
+            ]
             assert (found["log"], found["next_after"]) == ("trainer-0", size)
-            earlier = (await client.get("/logs/trainer-0", params={"before": found["next_before"], "tail": 9})).json()
+            earlier = (
+                await client.get("/logs/trainer-0", params={"before": found["next_before"], "tail": 9})
+            ).json()
             assert [line["text"] for line in earlier["lines"]] == [logged(1, "begins"), "loss 0.5"]
             assert [line["time"] for line in earlier["lines"]] == [time, time]
             assert (earlier["next_before"], earlier["next_after"]) == (0, found["next_before"])
             forward = (await client.get("/logs/trainer-0", params={"after": found["next_before"]})).json()
             assert [line["time"] for line in forward["lines"]] == [time, time]
             assert [line["text"] for line in forward["lines"]] == [line["text"] for line in found["lines"]]
-            assert (await client.get("http://localhost/v1/logs/trainer-0-9f2c51ab03de")).json()["log"] == "trainer-0"
+            assert (await client.get("http://localhost/v1/logs/trainer-0-9f2c51ab03de")).json()[
+                "log"
+            ] == "trainer-0"
             check_problem(await client.get("/logs/trainer-0?after=1&before=2"), 400, "INVALID_ARGUMENT")
             check_problem(await client.get("/logs/trainer-0?tail=1001"), 422, "INVALID_ARGUMENT")
 
     virtually(main)
 
 
-def test_a_request_waits_for_whole_lines_and_a_cursor_of_a_file_that_was_cut_begins_again(tmp_path: Path) -> None:
+def test_a_request_waits_for_whole_lines_and_a_cursor_of_a_file_that_was_cut_begins_again(
+    tmp_path: Path,
+) -> None:
     log = write(tmp_path / "trainer-0.log", "one")
 
     async def main() -> None:
@@ -142,13 +153,26 @@ def test_no_name_reaches_another_file_and_a_master_without_logs_says_so(tmp_path
         async with running(MasterCluster(spec_of()), "t1") as master:
             async with asks(make_app(master, None, LogSource((str(folder),)))) as client:
                 assert [each["log"] for each in (await client.get("/logs")).json()["logs"]] == ["trainer-0"]
-                names = ("link", "folder", "pipe", "..%2Fsecret", "%2E%2E%2Fsecret", "trainer-1", "trainer-0.log", "*")
+                names = (
+                    "link",
+                    "folder",
+                    "pipe",
+                    "..%2Fsecret",
+                    "%2E%2E%2Fsecret",
+                    "trainer-1",
+                    "trainer-0.log",
+                    "*",
+                )
                 for name in (*names, "trainer-0%00", "trainer-", f"{'x' * 299}", "%2Fetc%2Fpasswd"):
                     check_problem(await client.get(f"/logs/{name}"), 404, "NOT_FOUND")
                     check_problem(await client.get(f"/logs/{name}/stream"), 404, "NOT_FOUND")
                 check_problem(await client.get("http://localhost/v1/jobs/other/logs"), 404, "NOT_FOUND")
             async with client_of(master) as client:
-                for path in ("/v1/jobs/j/logs", "/v1/jobs/j/logs/trainer-0", "/v1/jobs/j/logs/trainer-0/stream"):
+                for path in (
+                    "/v1/jobs/j/logs",
+                    "/v1/jobs/j/logs/trainer-0",
+                    "/v1/jobs/j/logs/trainer-0/stream",
+                ):
                     problem = check_problem(await client.get(path), 404, "NOT_FOUND")
                     assert "TRIREME_LOGS" in problem["detail"]
                     assert "host agent" in problem["hint"]
@@ -156,8 +180,14 @@ def test_no_name_reaches_another_file_and_a_master_without_logs_says_so(tmp_path
     virtually(main)
 
 
-def test_of_a_clusters_jobs_the_logs_of_all_host_agents_are_served_and_others_are_told_where(tmp_path: Path) -> None:
-    for place in ("host/logs/a/h-trainer-0-1", "hosts/trainers-0/logs/a/h2-trainer-0-2", "host/logs/b/h-trainer-0-1"):
+def test_of_a_clusters_jobs_the_logs_of_all_host_agents_are_served_and_others_are_told_where(
+    tmp_path: Path,
+) -> None:
+    for place in (
+        "host/logs/a/h-trainer-0-1",
+        "hosts/trainers-0/logs/a/h2-trainer-0-2",
+        "host/logs/b/h-trainer-0-1",
+    ):
         write(tmp_path / f"{place}.log", place)
     write(tmp_path / "host/logs/a/h-trainer-0-10.log", "the last epoch")
     folders = (str(tmp_path / "host/logs"), str(tmp_path / "hosts/*/logs"))
@@ -168,15 +198,26 @@ def test_of_a_clusters_jobs_the_logs_of_all_host_agents_are_served_and_others_ar
             await leader.create_job(job_of("a"), None)  # it is queued: nobody leads it
             leader.state.members["trainer", "far-trainer-0"] = member
             app = make_app(leader, None, LogSource(folders, by_job=True))
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://localhost"
+            ) as client:
                 page = (await client.get("/v1/jobs/a/logs")).json()
-                assert [each["log"] for each in page["logs"]] == ["h-trainer-0-1", "h-trainer-0-10", "h2-trainer-0-2"]
-                assert texts(await client.get("/v1/jobs/a/logs/h-trainer-0-1")) == ["host/logs/a/h-trainer-0-1"]
-                assert texts(await client.get("/v1/jobs/a/logs/h-trainer-0-9f2c51ab03de")) == ["the last epoch"]
+                assert [each["log"] for each in page["logs"]] == [
+                    "h-trainer-0-1",
+                    "h-trainer-0-10",
+                    "h2-trainer-0-2",
+                ]
+                assert texts(await client.get("/v1/jobs/a/logs/h-trainer-0-1")) == [
+                    "host/logs/a/h-trainer-0-1"
+                ]
+                assert texts(await client.get("/v1/jobs/a/logs/h-trainer-0-9f2c51ab03de")) == [
+                    "the last epoch"
+                ]
                 problem = check_problem(await client.get("/v1/jobs/a/logs/far-trainer-0-3"), 404, "NOT_FOUND")
                 assert problem["details"] == {"host": "node-7", "agent": "far"}
                 assert "far on node-7" in problem["detail"]
-                for job in ("b", "%2E%2E", "..%2F..%2Fhosts%2Ftrainers-0%2Flogs%2Fa"):  # no job of this cluster
+                # no job of this cluster
+                for job in ("b", "%2E%2E", "..%2F..%2Fhosts%2Ftrainers-0%2Flogs%2Fa"):
                     check_problem(await client.get(f"/v1/jobs/{job}/logs"), 404, "NOT_FOUND")
 
     virtually(main)
@@ -185,7 +226,9 @@ def test_of_a_clusters_jobs_the_logs_of_all_host_agents_are_served_and_others_ar
 # ------------------------------------------------------------------ bounds
 
 
-def test_an_answer_is_bounded_in_lines_and_bytes_and_the_cursors_lead_through_all_of_it(tmp_path: Path) -> None:
+def test_an_answer_is_bounded_in_lines_and_bytes_and_the_cursors_lead_through_all_of_it(
+    tmp_path: Path,
+) -> None:
     lines = [f"{number} {'x' * (number % 7 * 9_000)}" for number in range(3_000)]
     log = write(tmp_path / "trainer-0.log", *lines)
     source = LogSource((str(tmp_path),))
@@ -227,7 +270,9 @@ def test_ten_gigabytes_are_not_read(tmp_path: Path) -> None:
 
     async def main() -> None:
         with replaced(log_files.os, "pread", counted):
-            found = await source.lines(LogFile(log), None, None, 1000, lambda _, lines: [line.text for line in lines])
+            found = await source.lines(
+                LogFile(log), None, None, 1000, lambda _, lines: [line.text for line in lines]
+            )
             assert found == [f"line {number}" for number in range(1000, 2000)]
             assert count < 1 << 20
             file = LogFile(log)
@@ -242,7 +287,9 @@ def test_ten_gigabytes_are_not_read(tmp_path: Path) -> None:
 
 def test_a_token_is_masked_whatever_the_cursor_and_the_cut_of_a_line(tmp_path: Path) -> None:
     token = new_token(Role.ADMIN)
-    log = write(tmp_path / "trainer-0.log", f"a {token}", "x" * (log_files.LINE_BYTES - 20) + f" {token} end", "b")
+    log = write(
+        tmp_path / "trainer-0.log", f"a {token}", "x" * (log_files.LINE_BYTES - 20) + f" {token} end", "b"
+    )
     secret = token.removeprefix("trireme_admin_")[:5]
     for place in (*range(80), *range(65_400, 65_700), log.stat().st_size):
         for lines in (
@@ -304,7 +351,9 @@ def test_a_stream_goes_on_after_the_last_event_id_and_ends_with_the_term(streame
             await until(lambda: "loss 0.5" in reader.text, "what was written before")
             await asyncio.sleep(server_sent.HEARTBEAT_S + 2)
             assert reader.text.endswith(": still here\n\n")
-            first = f'id: {streamed.stat().st_size}\ndata: {{"time":"{SECONDS.format(1)}","text":"loss 0.5"}}\n\n'
+            first = (
+                f'id: {streamed.stat().st_size}\ndata: {{"time":"{SECONDS.format(1)}","text":"loss 0.5"}}\n\n'
+            )
             assert first in reader.text
             place = str(streamed.stat().st_size).encode()
             write(streamed, "loss 0.4")

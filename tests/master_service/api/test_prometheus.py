@@ -62,7 +62,12 @@ def host_exposition() -> str:
 
 
 def test_names_labels_and_help_keep_the_rules() -> None:
-    texts = run_virtually(job_exposition), run_virtually(cluster_exposition), pserver_exposition(), host_exposition()
+    texts = (
+        run_virtually(job_exposition),
+        run_virtually(cluster_exposition),
+        pserver_exposition(),
+        host_exposition(),
+    )
     assert [wrong for text in texts for wrong in wrong_metrics(text)] == []
     assert 'trireme_epoch_loss{job="j"} 0.5' in texts[0]
     assert 'trireme_missed_minibatches_total{cause="lost",job="j",pserver="0"} 3.0' in texts[0]
@@ -74,9 +79,15 @@ def test_names_labels_and_help_keep_the_rules() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "# HELP trireme_x_seconds_lasted h\n# TYPE trireme_x_seconds_lasted gauge\ntrireme_x_seconds_lasted 1\n",
+        (
+            "# HELP trireme_x_seconds_lasted h\n# TYPE trireme_x_seconds_lasted "
+            "gauge\ntrireme_x_seconds_lasted 1\n"
+        ),
         "# HELP trireme_x_ms h\n# TYPE trireme_x_ms gauge\ntrireme_x_ms 1\n",
-        "# HELP trireme_records_per_second h\n# TYPE trireme_records_per_second gauge\ntrireme_records_per_second 1\n",
+        (
+            "# HELP trireme_records_per_second h\n# TYPE trireme_records_per_second "
+            "gauge\ntrireme_records_per_second 1\n"
+        ),
         "# HELP trireme_x_total h\n# TYPE trireme_x_total gauge\ntrireme_x_total 1\n",
         "# HELP x h\n# TYPE x gauge\nx 1\n",
         "# HELP trireme_x \n# TYPE trireme_x gauge\ntrireme_x 1\n",
@@ -99,7 +110,12 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_leaves_none_of_ours_out()
     asked = {name for query in queries(board) for name in names_asked_for(query)}
     members = {"trireme_pserver_parameter_bytes", "trireme_trainer_lane_seconds", *TRAINERS}
     process = {"process_resident_memory_bytes", "process_cpu_seconds_total"}
-    texts = run_virtually(job_exposition), run_virtually(cluster_exposition), pserver_exposition(), host_exposition()
+    texts = (
+        run_virtually(job_exposition),
+        run_virtually(cluster_exposition),
+        pserver_exposition(),
+        host_exposition(),
+    )
     there = {name for text in texts for name in names_in(text)} | members | process
     assert asked <= there, asked - there
     assert len(asked) >= 18

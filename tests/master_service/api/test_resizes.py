@@ -1,4 +1,5 @@
-"""Resizes by REST: 202 with the place of the resize, pages, cancelling, dry runs, and one problem for each wrong request."""
+"""Resizes by REST: 202 with the place of the resize, pages, cancelling, dry runs, and one problem for each
+wrong request."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_a_prediction_changes_nothing() -> None:
     async def check(client, master) -> None:
         found = await client.get("/v1/resize-prediction", params={"pservers": 5})
         assert (found.status_code, found.json()["pservers"]) == (200, 5)
-        check_problem(await client.get("/v1/resize-prediction", params={"pservers": 129}), 400, "INVALID_ARGUMENT")
+        check_problem(
+            await client.get("/v1/resize-prediction", params={"pservers": 129}), 400, "INVALID_ARGUMENT"
+        )
         older = await client.post("/v1/resizes", json={"pservers": 5, "dry_run": True})
         check_problem(older, 422, "INVALID_ARGUMENT")
         assert not master.job.operations.records

@@ -1,4 +1,5 @@
-"""The REST API: shapes of answers and problems, paging, tokens, through the real application without a socket."""
+"""The REST API: shapes of answers and problems, paging, tokens, through the real application without a
+socket."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ Api = Callable[..., Any]
 
 
 @asynccontextmanager
-async def api_of(tasks: int = 10, **spec: Any) -> AsyncIterator[tuple[MasterCluster, Master, httpx.AsyncClient]]:
+async def api_of(
+    tasks: int = 10, **spec: Any
+) -> AsyncIterator[tuple[MasterCluster, Master, httpx.AsyncClient]]:
     cluster = MasterCluster(spec_of(**spec), Storage(tasks))
     async with running(cluster, "t1") as master, client_of(master) as client:
         yield cluster, master, client
@@ -43,7 +46,9 @@ async def test_a_task_is_acquired_shown_finished_and_counted() -> None:
         shown = (await client.get(f"/v1/tasks/{task['task_id']}")).json()
         assert (shown["state"], shown["trainer"], shown["attempt"]) == ("PENDING", "t1", 1)
         report = {"trainer": "t1", "attempt": 1}
-        progress = await client.post(f"/v1/task-leases/{task['task_id']}/progress", json={**report, "minibatches": 1})
+        progress = await client.post(
+            f"/v1/task-leases/{task['task_id']}/progress", json={**report, "minibatches": 1}
+        )
         assert (progress.status_code, progress.json()) == (200, {})
         job = (await client.get("/v1/job")).json()
         assert job["progress"]["records_done"] == 8
@@ -64,7 +69,12 @@ async def test_the_job_tells_state_progress_and_members() -> None:
             told = await client.post("/v1/metric-batches", json={"trainer": "t1", "steps": [step]})
             assert told.json() == {"next": 0, "stored": 0, "kept": True}, "no whole steps"
         job = (await client.get("/v1/job")).json()
-        assert (job["phase"], job["stage"], job["generation"], job["mode"]) == ("RUNNING", "TRAIN", 1, "async")
+        assert (job["phase"], job["stage"], job["generation"], job["mode"]) == (
+            "RUNNING",
+            "TRAIN",
+            1,
+            "async",
+        )
         assert job["members"] == {"trainers": 1, "trainers_desired": 2, "pservers": 1, "pservers_desired": 1}
         assert job["master"] == {"master_id": master.name, "url": "http://m1", "term": master.term.number}
         progress = job["progress"]
@@ -113,13 +123,21 @@ async def test_what_was_discarded_is_listed_with_its_records_and_cause() -> None
     async with api_of(tasks=10, max_discarded_fraction=0.5, max_task_failures=1) as (_, master, client):
         master.job.budget.started = True
         task = (await client.post("/v1/task-leases", json=ask())).json()["task"]
-        failure = {"error_type": "ValueError", "message": "no", "traceback": "Traceback ...\nValueError: no\n"}
+        failure = {
+            "error_type": "ValueError",
+            "message": "no",
+            "traceback": "Traceback ...\nValueError: no\n",
+        }
         report = {"trainer": "t1", "attempt": 1, "failure": failure}
         assert (await client.post(f"/v1/task-leases/{task['task_id']}/fail", json=report)).status_code == 200
         for state in ("DISCARDED", "discarded"):
             [lost] = (await client.get(f"/v1/tasks?state={state}")).json()["tasks"]
             assert (lost["task_id"], lost["state"], lost["failures"]) == (task["task_id"], "DISCARDED", 1)
-            assert (lost["file"], lost["first"], lost["count"]) == (task["file"], task["first"], task["count"])
+            assert (lost["file"], lost["first"], lost["count"]) == (
+                task["file"],
+                task["first"],
+                task["count"],
+            )
             assert lost["cause"] == "ValueError: no"
         assert (await client.get("/v1/tasks?state=lost")).status_code == 422
 
@@ -161,7 +179,9 @@ async def test_a_users_error_is_reported_once_and_shown_with_its_task() -> None:
         for n in (1, 2):
             task = (await client.post("/v1/task-leases", json=ask(f"r{n}"))).json()["task"]
             report = {"trainer": "t1", "attempt": task["attempt"], "failure": failure}
-            assert (await client.post(f"/v1/task-leases/{task['task_id']}/fail", json=report)).status_code == 200
+            assert (
+                await client.post(f"/v1/task-leases/{task['task_id']}/fail", json=report)
+            ).status_code == 200
         job = (await client.get("/v1/job")).json()
         assert job["phase"] == "FAILED"
         assert job["failure"]["traceback"] == "Traceback ..."
@@ -174,7 +194,11 @@ async def test_problems_have_one_shape() -> None:
         assert missing["detail"] == "/v1/nothing does not exist"
         assert check_problem(await client.get("/v1/tasks/10"), 404, "NOT_FOUND")["retryable"] is False
         invalid = check_problem(await client.post("/v1/task-leases", json={}), 422, "INVALID_ARGUMENT")
-        assert [part["location"] for part in invalid["errors"]] == ["body.trainer", "body.request", "body.generation"]
+        assert [part["location"] for part in invalid["errors"]] == [
+            "body.trainer",
+            "body.request",
+            "body.generation",
+        ]
         check_problem(await client.post("/v1/task-leases", content=b"{not json"), 422, "INVALID_ARGUMENT")
         check_problem(await client.get("/v1/tasks?page_token=x"), 422, "INVALID_ARGUMENT")
         check_problem(await client.get("/v1/tasks?page_size=0"), 422, "INVALID_ARGUMENT")
@@ -204,7 +228,11 @@ async def test_a_wrong_method_names_all_that_are_possible() -> None:
 @pytest.mark.parametrize("path", ["/v1/job", "/v1/task-leases"])
 async def test_a_token_that_is_no_ascii_text_is_compared_as_any_other(path: str) -> None:
     async with running(MasterCluster(spec_of()), "t1") as master:
-        for token, given, status in [("secret", "gehéim", 401), ("gehéim", "gehéim", 200), ("gehéim", "secret", 401)]:
+        for token, given, status in [
+            ("secret", "gehéim", 401),
+            ("gehéim", "gehéim", 200),
+            ("gehéim", "secret", 401),
+        ]:
             async with client_of(master, token) as client:
                 headers = {"Authorization": f"Bearer {given}".encode()}
                 body = {"json": ask()} if path == "/v1/task-leases" else {}
@@ -263,7 +291,10 @@ async def test_a_standby_answers_not_leader_with_the_leaders_url() -> None:
         await asyncio.sleep(0.1)
         for path in ("/v1/job", "/v1/task-summary", "/v1/metrics"):
             problem = check_problem(await client.get(path), 503, "NOT_LEADER")
-            assert (problem["details"], problem["retryable"]) == ({"leader": "http://m1", "retry_after_s": 0}, True)
+            assert (problem["details"], problem["retryable"]) == (
+                {"leader": "http://m1", "retry_after_s": 0},
+                True,
+            )
         assert (await client.get("/healthz")).status_code == 200
         assert (await client.get("/readyz")).json() == {"status": "standby"}
         assert "trireme_master_leading 0.0" in (await client.get("/metrics")).text
@@ -296,7 +327,9 @@ async def test_the_document_names_operations_and_problems() -> None:
             assert operation["responses"]["default"] == {"$ref": "#/components/responses/Problem"}
             assert len(operation["tags"]) == 1
             assert re.fullmatch(r"[a-z]+[A-Z]\w+", operation["operationId"])
-        references = set(re.findall(r'"#/components/schemas/([^"]+)"', (await client.get("/openapi.json")).text))
+        references = set(
+            re.findall(r'"#/components/schemas/([^"]+)"', (await client.get("/openapi.json")).text)
+        )
         assert references <= set(document["components"]["schemas"])
         assert "HTTPValidationError" not in document["components"]["schemas"]
 
@@ -307,7 +340,9 @@ async def test_the_version_is_told() -> None:
         assert (version["name"], version["api"]) == ("trireme-master", "v1")
 
 
-async def test_the_version_is_told_where_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_version_is_told_where_the_package_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def not_installed(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -318,7 +353,9 @@ async def test_the_version_is_told_where_the_package_is_not_installed(monkeypatc
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    project = tomllib.loads((Path(trireme.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads(
+        (Path(trireme.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    )
     assert project["project"]["version"] == trireme.__version__
 
 

@@ -1,9 +1,10 @@
-"""Requests that schemathesis makes up from the API's document, valid ones and invalid ones, against a cluster's leader that runs the
-jobs which they create, in virtual time: of each operation alone, and in sequences that follow the document's links (a job is created,
-then listed, paused, resized, ...). Each answer must be as the document says.
+"""Requests that schemathesis makes up from the API's document, valid ones and invalid ones, against a
+cluster's leader that runs the jobs which they create, in virtual time: of each operation alone, and in
+sequences that follow the document's links (a job is created, then listed, paused, resized, ...). Each answer
+must be as the document says.
 
-Not checked here: that every valid request is accepted (values that do not fit together are refused, which a schema cannot say), and
-tokens (test_auth.py asks every route with each of them).
+Not checked here: that every valid request is accepted (values that do not fit together are refused, which a
+schema cannot say), and tokens (test_auth.py asks every route with each of them).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from trireme_shared.protocol.errors import NotFound
 from trireme_shared.protocol.records.cluster import JobSchedule
 
 EACH_WAY = 3  # requests for each operation, valid and invalid ones
-MISSED = 3  # operations at most may never do what they are asked for: cancelResize needs a resize that runs, say
+# operations at most may never do what they are asked for: cancelResize needs a resize that runs, say
+MISSED = 3
 SCENARIOS, STEPS = 16, 30
 
 
@@ -128,7 +130,9 @@ def test_an_answer_that_the_document_does_not_describe_is_found(fuzzed: Fuzzed) 
 def test_a_bug_is_found(fuzzed: Fuzzed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("master_service.api.routes.jobs.pool_view", lambda term: term.no_such_thing)
     ask_each(fuzzed, schema_of(document()).include(path="/v1/pool"), each_way=1)
-    assert any("GET /v1/pool: " in found and "INTERNAL" in found for found in fuzzed.findings), fuzzed.findings
+    assert any("GET /v1/pool: " in found and "INTERNAL" in found for found in fuzzed.findings), (
+        fuzzed.findings
+    )
 
 
 def test_what_is_not_there_after_it_was_created_is_found_by_a_sequence(

@@ -1,4 +1,5 @@
-"""Readers of streams that take nothing, on a real socket: the master keeps little for them, and for a bounded time."""
+"""Readers of streams that take nothing, on a real socket: the master keeps little for them, and for a bounded
+time."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ async def serving(folder: Path) -> AsyncIterator[tuple[Any, Server, Connections,
         api, connections = make_api(master, LogSource((str(folder),))), Connections()
         server = Server(api, connections)
         with closing(socket.socket()) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # an accepted one has it too
+            # an accepted one has it too
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             listener.bind(("127.0.0.1", 0))
             async with served(server, listener) as port:
                 yield api, server, connections, port
@@ -74,7 +76,9 @@ async def test_a_reader_that_takes_nothing_costs_one_page_for_a_bounded_time_and
                 reader.setblocking(False)
                 loop = asyncio.get_running_loop()
                 await loop.sock_connect(reader, ("127.0.0.1", port))
-                await loop.sock_sendall(reader, f"GET /v1/jobs/j/{path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+                await loop.sock_sendall(
+                    reader, f"GET /v1/jobs/j/{path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+                )
                 await until(lambda: api.state.streams.open == 1, "the stream to be open", LIMIT_S)
                 async with asyncio.timeout(LIMIT_S):
                     while connections.by_peer:

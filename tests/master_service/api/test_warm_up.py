@@ -36,7 +36,9 @@ class Leads:
     ("answers", "asked"),
     [((NotReady("takes over"), NotReady("takes over")), 3), ((NotLeader("stands by"),), 1), ((), 1)],
 )
-async def test_a_master_warms_up_once_it_leads_or_stands_by(answers: tuple[TriremeError, ...], asked: int) -> None:
+async def test_a_master_warms_up_once_it_leads_or_stands_by(
+    answers: tuple[TriremeError, ...], asked: int
+) -> None:
     master, leads = MasterCluster(spec_of()).master(), Leads(*answers)
     api = make_api(master)
     made: list[threading.Thread] = []
@@ -91,7 +93,8 @@ def fresh_documents(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 async def test_the_first_request_that_needs_the_document_does_not_hold_the_event_loop(
     fresh_documents: list[threading.Thread], request_line: str
 ) -> None:
-    """A master that held it for seconds, on a busy machine, lost its lease as soon as somebody followed its events."""
+    """A master that held it for seconds, on a busy machine, lost its lease as soon as somebody followed its
+    events."""
     api, (method, path) = make_api(MasterCluster(spec_of()).master()), request_line.split()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://master") as client:
         await asyncio.gather(*(client.request(method, path) for _ in range(3)))

@@ -1,4 +1,5 @@
-"""Jobs that have ended: their trackers get the end, also if the leader that saw it died. With the process that feeds them."""
+"""Jobs that have ended: their trackers get the end, also if the leader that saw it died. With the process
+that feeds them."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Leader:
     def __init__(self, folder: Path, *trackers: str, wanted: Any = "run", leads: bool = False) -> None:
         spec = spec_in(folder, *trackers)
         (folder / "s.py").touch()
-        job = ClusterJob(job="digits", spec=spec, standing=Standing.COMPLETED, reason="trained", wanted=wanted)
+        job = ClusterJob(
+            job="digits", spec=spec, standing=Standing.COMPLETED, reason="trained", wanted=wanted
+        )
         self.state: Any = SimpleNamespace(jobs={"digits": job})
         self._leads, self.events = leads, list[Event]()
 
@@ -49,7 +52,11 @@ class Leader:
     async def until(self, done: Any) -> None:
         """The limit grows, so that a tracker has time to start on a busy machine, too."""
         began = clock.monotonic()
-        with replaced(module, "LOOK_S", 0.02), replaced(module, "LIMIT_S", 1.5), replaced(module, "AGAIN_S", 0.05):
+        with (
+            replaced(module, "LOOK_S", 0.02),
+            replaced(module, "LIMIT_S", 1.5),
+            replaced(module, "AGAIN_S", 0.05),
+        ):
             running = asyncio.ensure_future(EndedTrackers(self, self.events.extend).run())
             try:
                 async with asyncio.timeout(60.0):
@@ -85,7 +92,9 @@ async def test_one_that_does_not_answer_is_tried_again_later(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("reason", [{"wanted": "delete"}, {"leads": True}])
-async def test_a_job_that_is_deleted_or_still_led_is_left_alone(tmp_path: Path, reason: dict[str, Any]) -> None:
+async def test_a_job_that_is_deleted_or_still_led_is_left_alone(
+    tmp_path: Path, reason: dict[str, Any]
+) -> None:
     looks: list[int] = []
     await Leader(tmp_path, "csv", **reason).until(lambda: looks.append(len(followers())) or len(looks) > 10)
     assert (max(looks), (tmp_path / "trackers").exists()) == (0, False)

@@ -1,4 +1,5 @@
-"""Many jobs start at once: more changes than fit into one transaction. Nothing is told twice, nothing is too large."""
+"""Many jobs start at once: more changes than fit into one transaction. Nothing is told twice, nothing is too
+large."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ JOBS = 100
 
 
 async def started_at_once(jobs: Jobs, **values: object) -> list[tuple[str, str]]:
-    """Jobs were created while there was no pool. A new leader finds them and the pool. Its events: name and job."""
+    """Jobs were created while there was no pool. A new leader finds them and the pool. Its events: name and
+    job."""
     async with jobs.leading("m1") as leader:
         for number in range(JOBS):
             await leader.create_job(job_of(f"j{number}", **values), None)
@@ -25,7 +27,8 @@ async def started_at_once(jobs: Jobs, **values: object) -> list[tuple[str, str]]
         await asyncio.sleep(1.0)  # they register
         async with jobs.leading("m2") as leader:
             await until(
-                lambda: all(job.standing is Standing.ACTIVE for job in leader.state.jobs.values()), "all jobs to start"
+                lambda: all(job.standing is Standing.ACTIVE for job in leader.state.jobs.values()),
+                "all jobs to start",
             )
             await until(lambda: len(leader.state.assignments) == 3 * JOBS, "all members to be assigned")
             return [(event.name, str(event.fields.get("job"))) for event in leader.events.after(0, 10_000)]

@@ -35,7 +35,9 @@ def test_a_job_starts_when_the_pool_has_its_members_and_ends_and_its_keys_go_wit
                 with pytest.raises(Conflict, match="a"):
                     await leader.delete_job("a")
                 await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
-                assert Counter(jobs.taken) == Counter({("a", 0, str(task)): 1 for task in range(4)} | exported("a"))
+                assert Counter(jobs.taken) == Counter(
+                    {("a", 0, str(task)): 1 for task in range(4)} | exported("a")
+                )
                 await until(lambda: not leader.state.assignments, "the members to be free")
                 await until(lambda: not leader.term.jobs, "the term of the job to end")
                 assert await jobs.etcd.get(jobs.keys.keys_of("a").master_lock) is None
@@ -62,7 +64,9 @@ def test_two_jobs_run_at_once_with_members_of_their_own() -> None:
             with pytest.raises(Conflict, match="2 jobs"):
                 leader.find(None)
             for name in ("a", "b"):
-                await until(lambda name=name: leader.state.job(name).standing is Standing.COMPLETED, f"{name} to end")
+                await until(
+                    lambda name=name: leader.state.job(name).standing is Standing.COMPLETED, f"{name} to end"
+                )
             done = Counter(job for job, _, task in jobs.taken if task.isdigit())
             assert done == {"a": 20, "b": 20}
             assert len(set(jobs.taken)) == len(jobs.taken)
@@ -105,7 +109,9 @@ def test_the_next_leader_goes_on_with_every_job_and_the_one_before_answers_no_mo
                 assert set(second.state.jobs) == {"a", "b"}
                 for name in ("a", "b"):
                     await until(
-                        lambda name=name: second.state.job(name).standing is Standing.COMPLETED, f"{name} to end", 300
+                        lambda name=name: second.state.job(name).standing is Standing.COMPLETED,
+                        f"{name} to end",
+                        300,
                     )
                 done = Counter((job, task) for job, _, task in jobs.taken if task.isdigit())
                 assert len(done) == 80
@@ -151,7 +157,9 @@ def test_two_masters_never_lead_at_once_though_the_first_believes_it_does() -> N
 def test_what_a_schedule_missed_while_no_leader_lived_runs_once() -> None:
     async def main() -> None:
         jobs = Jobs()
-        missed = JobSchedule(name="n", cron="0 9 * * *", spec=job_of("n").spec, next_time="2025-01-15T09:00:00Z")
+        missed = JobSchedule(
+            name="n", cron="0 9 * * *", spec=job_of("n").spec, next_time="2025-01-15T09:00:00Z"
+        )
         await jobs.etcd.put(jobs.keys.schedule("n"), missed.to_bytes())
         for name in ("m1", "m2"):
             async with jobs.leading(name) as leader:
@@ -180,7 +188,8 @@ def test_a_completed_job_that_another_waits_for_keeps_its_files() -> None:
             async with jobs.pool(1, 1):
                 await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
                 await until(lambda: not leader.term.jobs, "its term to end")
-            await leader.create_job(job_of("b", {"after": ("a",), "min_trainers": 2}), None)  # more than there are
+            # more than there are
+            await leader.create_job(job_of("b", {"after": ("a",), "min_trainers": 2}), None)
             with pytest.raises(Conflict, match="job b comes after job a"):
                 await leader.delete_job("a")
             assert removed == []
@@ -198,9 +207,14 @@ def test_a_resize_to_the_first_number_of_trainers_takes_what_the_pool_gave_beyon
             await leader.create_job(job_of("a", trainers=2), None)
             await until(lambda: "a" in leader.term.jobs, "the job to be led")
             master = leader.term.jobs["a"].master
-            await until(lambda: master.current_term and len(master.job.trainers.names) == 4, "all trainers of the pool")
+            await until(
+                lambda: master.current_term and len(master.job.trainers.names) == 4,
+                "all trainers of the pool",
+            )
             asked = await master.term.operations.create_resize("", "", 2, None)
-            await until(lambda: len(leader.state.assigned_to("a", "trainer")) == 2, "two trainers to leave", 3)
+            await until(
+                lambda: len(leader.state.assigned_to("a", "trainer")) == 2, "two trainers to leave", 3
+            )
             done = await master.term.operations.wait(asked.operation_id, 30)
             assert (done.running, done.error_code) == (False, "")
             assert len(master.job.trainers.names) == 2, "it is done when they have left"
@@ -218,9 +232,14 @@ def test_a_resize_of_the_parameter_servers_alone_leaves_the_trainers_that_the_po
             await leader.create_job(job_of("a", trainers=2, checkpoint_kind="coordinated"), None)
             await until(lambda: "a" in leader.term.jobs, "the job to be led")
             master = leader.term.jobs["a"].master
-            await until(lambda: master.current_term and len(master.job.trainers.names) == 4, "all trainers of the pool")
+            await until(
+                lambda: master.current_term and len(master.job.trainers.names) == 4,
+                "all trainers of the pool",
+            )
             await master.term.operations.create_resize("", "", None, 2)
-            await until(lambda: len(leader.state.assigned_to("a", "pserver")) == 2, "another parameter server")
+            await until(
+                lambda: len(leader.state.assigned_to("a", "pserver")) == 2, "another parameter server"
+            )
             await asyncio.sleep(10)
             assert len(leader.state.assigned_to("a", "trainer")) == 4
 

@@ -1,4 +1,5 @@
-"""A leader keeps nothing of jobs that were deleted, in its memory or in etcd. A real etcd; the host agents are keys and calls."""
+"""A leader keeps nothing of jobs that were deleted, in its memory or in etcd. A real etcd; the host agents
+are keys and calls."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from trireme_shared.protocol.records.cluster import Standing
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 LIMIT_S = 120
 BYTES_OF_A_JOB = 8 << 10  # 1 to 2 KiB were seen: Python's lists of free tuples and floats
-WAVES = 4  # buffers of connections and caches come once, up to 200 KiB together; what jobs leave comes with each wave
+# buffers of connections and caches come once, up to 200 KiB together; what jobs leave comes with each wave
+WAVES = 4
 EVENTS = 10  # the cluster's log is full before anything is measured
 
 
@@ -77,7 +79,8 @@ async def leading(etcd: EmbeddedEtcd):
 
 @contextmanager
 def no_others() -> Iterator[None]:
-    """Collections pass over what other tests of this process left: millions of objects, which take longer than a lease."""
+    """Collections pass over what other tests of this process left: millions of objects, which take longer
+    than a lease."""
     gc.collect()
     gc.freeze()
     try:
@@ -91,7 +94,9 @@ async def wave(leader: ClusterMaster, names: list[str]) -> None:
     for name in names:
         await leader.create_job(job_of(name, {"max_trainers": 2}), None)
     await until(
-        lambda: all(leader.state.job(name).standing is Standing.COMPLETED for name in names), "the jobs to end", LIMIT_S
+        lambda: all(leader.state.job(name).standing is Standing.COMPLETED for name in names),
+        "the jobs to end",
+        LIMIT_S,
     )
     for name in names:
         while True:
@@ -101,7 +106,9 @@ async def wave(leader: ClusterMaster, names: list[str]) -> None:
                 await asyncio.sleep(0.05)
             else:
                 break
-    await until(lambda: not any(member.running for member in leader.state.members.values()), "members to be idle")
+    await until(
+        lambda: not any(member.running for member in leader.state.members.values()), "members to be idle"
+    )
 
 
 def objects_of_the_master() -> Counter[str]:

@@ -1,4 +1,5 @@
-"""Resizes of a cluster's jobs: the pool follows what was asked for, also if the job's spec had that number before."""
+"""Resizes of a cluster's jobs: the pool follows what was asked for, also if the job's spec had that number
+before."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ SPEC_TRAINERS = 2  # what the spec says of trainers means nothing in a cluster: 
 
 def trains_with(leader: ClusterMaster, count: int) -> bool:
     led = leader.term.jobs.get("a")
-    return led is not None and led.master.current_term is not None and len(led.master.job.trainers.names) == count
+    return (
+        led is not None
+        and led.master.current_term is not None
+        and len(led.master.job.trainers.names) == count
+    )
 
 
 def job(**values: object):
@@ -122,7 +127,10 @@ def test_a_resize_says_which_job_has_the_trainers_that_it_waits_for() -> None:
             assert now["reason"] == f"waiting for 3 trainers (there are 1){said}"
             told = (await client.get("/v1/jobs/a/explanation")).json()
             waits = next(each for each in [told, *told["also"]] if each["code"] == "OPERATION_WAITS")
-            assert waits["details"][-1] == "The pool has 3 trainers; job b of a higher priority (80, here 50) has 2."
+            assert (
+                waits["details"][-1]
+                == "The pool has 3 trainers; job b of a higher priority (80, here 50) has 2."
+            )
             assert waits["hints"] == ["trireme pool", "trireme jobs"]
 
     run_virtually(main)

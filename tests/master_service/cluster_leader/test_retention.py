@@ -16,7 +16,9 @@ from trireme_shared.protocol.records.cluster import Standing
 
 def in_storage(name: str) -> Any:
     job = job_of(name)
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"storage": f"memory://cluster/{name}"})})
+    return job.model_copy(
+        update={"spec": job.spec.model_copy(update={"storage": f"memory://cluster/{name}"})}
+    )
 
 
 def test_jobs_are_deleted_with_their_files_after_the_retention_and_those_elsewhere_keep_theirs() -> None:
@@ -75,9 +77,11 @@ def test_a_deletion_whose_files_could_not_be_deleted_is_finished_by_the_next_lea
     run_virtually(main)
 
 
-def test_a_deletion_is_answered_also_if_its_files_take_longer_than_the_leader_waits_before_it_finishes_one() -> None:
-    """The loop that finishes deletions which another leader has begun found this one, too, and was faster: its user heard that
-    there is no such job."""
+def test_a_deletion_is_answered_also_if_its_files_take_longer_than_the_leader_waits_before_it_finishes_one() -> (
+    None
+):
+    """The loop that finishes deletions which another leader has begun found this one, too, and was faster:
+    its user heard that there is no such job."""
 
     async def main() -> None:
         jobs, removed = Jobs(), []

@@ -15,10 +15,14 @@ from trireme_shared.protocol.records.job import Paused
 
 
 def spec(**values: Any) -> Any:
-    return spec_of(**({"checkpoint_kind": "coordinated", "checkpoint_every_seconds": None, "pservers": 2} | values))
+    return spec_of(
+        **({"checkpoint_kind": "coordinated", "checkpoint_every_seconds": None, "pservers": 2} | values)
+    )
 
 
-async def put_field(cluster: MasterCluster, key: str, kind: type[TrainerMember | PserverMember], **said: Any) -> None:
+async def put_field(
+    cluster: MasterCluster, key: str, kind: type[TrainerMember | PserverMember], **said: Any
+) -> None:
     found = await cluster.etcd.get(key)
     assert found is not None
     member = kind.model_validate_json(found.value).model_copy(update=said)

@@ -40,7 +40,11 @@ class Stored(Protocol):
 
 
 async def checkpoint(
-    cluster: Stored, *steps: int, positions: Sequence[LanePosition] = (), keys: Keys = KEYS, mode: Mode = Mode.SYNC
+    cluster: Stored,
+    *steps: int,
+    positions: Sequence[LanePosition] = (),
+    keys: Keys = KEYS,
+    mode: Mode = Mode.SYNC,
 ) -> None:
     """Finished checkpoints of these steps, the newest first."""
     refs = tuple(CheckpointRef(uuid=f"at-{step}", step=step, timeline=0, manifest="m") for step in steps)
@@ -64,7 +68,14 @@ async def checkpoint(
             parts=(),
         )
     latest = CheckpointLatest(
-        uuid=refs[0].uuid, step=refs[0].step, timeline=0, term=1, timestamp="", manifest="m", slots=SLOTS, kept=refs
+        uuid=refs[0].uuid,
+        step=refs[0].step,
+        timeline=0,
+        term=1,
+        timestamp="",
+        manifest="m",
+        slots=SLOTS,
+        kept=refs,
     )
     await cluster.etcd.put(keys.latest, latest.to_bytes())
 
@@ -93,7 +104,9 @@ async def commit(cluster: MasterCluster, step: int, *, operation: str = "", fina
     found = await cluster.etcd.get(KEYS.latest)
     assert found is not None
     latest = CheckpointLatest.model_validate_json(found.value)
-    await cluster.etcd.put(KEYS.latest, latest.model_copy(update={"operation": operation, "final": final}).to_bytes())
+    await cluster.etcd.put(
+        KEYS.latest, latest.model_copy(update={"operation": operation, "final": final}).to_bytes()
+    )
 
 
 async def create(master: Master, key: str = "k", limit_s: float = 600.0) -> Operation:
@@ -101,5 +114,7 @@ async def create(master: Master, key: str = "k", limit_s: float = 600.0) -> Oper
 
 
 async def ended(master: Master, operation: Operation) -> Operation:
-    await until(lambda: not master.term.operations.get(operation.operation_id).running, "the operation's end", 700)
+    await until(
+        lambda: not master.term.operations.get(operation.operation_id).running, "the operation's end", 700
+    )
     return master.term.operations.get(operation.operation_id)

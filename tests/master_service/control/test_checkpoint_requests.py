@@ -1,4 +1,5 @@
-"""Requests for a checkpoint while one is being made: each gets a checkpoint that was begun after the request."""
+"""Requests for a checkpoint while one is being made: each gets a checkpoint that was begun after the
+request."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_a_request_while_a_checkpoint_is_being_made_gets_the_next_one_which_late
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as master:
             first, second = await create(master), await create(master, "k2")
-            assert second.reason == f"waiting for {first.operation_id} to end: its own checkpoint is the next one"
+            assert (
+                second.reason
+                == f"waiting for {first.operation_id} to end: its own checkpoint is the next one"
+            )
             third, unkeyed = await create(master, "k3"), await create(master, "")
             assert unkeyed.operation_id == second.operation_id, "without a key: the first that is not begun"
             assert len({each.operation_id for each in (first, second, third)}) == 3
@@ -61,11 +65,16 @@ def test_a_request_while_a_checkpoint_is_being_made_gets_the_next_one_which_late
     run_virtually(main)
 
 
-def test_requests_that_wait_for_the_next_checkpoint_outlive_their_master_and_a_failure_of_the_one_before() -> None:
+def test_requests_that_wait_for_the_next_checkpoint_outlive_their_master_and_a_failure_of_the_one_before() -> (
+    None
+):
     async def main() -> None:
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as first_master:
-            first, second = await create(first_master, limit_s=20.0), await create(first_master, "k2", limit_s=60.0)
+            first, second = (
+                await create(first_master, limit_s=20.0),
+                await create(first_master, "k2", limit_s=60.0),
+            )
             third = await create(first_master, "k3")
             with pytest.raises(Conflict, match="at most 16 are taken"):
                 for number in range(20):
@@ -110,7 +119,9 @@ def test_the_last_checkpoint_answers_requests_that_wait_for_the_next_one() -> No
 
 def test_an_asynchronous_request_shares_the_next_pause_and_waits_for_another_once_that_has_begun() -> None:
     async def main() -> None:
-        cluster = MasterCluster(spec_of(mode=Mode.ASYNC, checkpoint_kind="coordinated", checkpoint_every_seconds=None))
+        cluster = MasterCluster(
+            spec_of(mode=Mode.ASYNC, checkpoint_kind="coordinated", checkpoint_every_seconds=None)
+        )
         async with running(cluster, "t1") as master:
             await until(lambda: master.job.state.phase is Phase.CHECKPOINTING, "the first checkpoint")
             first, sharing = await create(master), await create(master, "k2")

@@ -1,4 +1,5 @@
-"""A running master of a collective job: trainers begin, die, join, wait for each other, load a checkpoint; what it explains of it."""
+"""A running master of a collective job: trainers begin, die, join, wait for each other, load a checkpoint;
+what it explains of it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ WINDOW_S = 0.5
 
 
 def collective(**values: Any) -> MasterCluster:
-    common = {"mode": Mode.SYNC, "strategy": Strategy.COLLECTIVE, "pservers": 0, "lanes": 2, "global_batch_size": 4}
+    common = {
+        "mode": Mode.SYNC,
+        "strategy": Strategy.COLLECTIVE,
+        "pservers": 0,
+        "lanes": 2,
+        "global_batch_size": 4,
+    }
     return MasterCluster(spec_of(**(common | {"join_window_s": WINDOW_S} | values)))
 
 
@@ -129,12 +136,15 @@ def test_below_min_members_nobody_is_listed_and_tasks_get_their_time_again() -> 
             assert (waits.answer, "(min_members), 1 of 1 have them" in waits.reason) == ("wait", True)
             told = await explained(master)
             assert told["code"] == "FEWER_THAN_MIN_MEMBERS"
-            assert told["summary"] == "1 trainers have the parameters, the job trains only with 2 (min_members)."
+            assert (
+                told["summary"] == "1 trainers have the parameters, the job trains only with 2 (min_members)."
+            )
             await asyncio.sleep(60)
             await cluster.add_trainer("c")
             await cluster.say("c", holds=holding(master.job.state))
             await listed(master, "a", "c")
-            await asyncio.sleep(1.5)  # more than its time since it was taken, less than that since the job goes on
+            # more than its time since it was taken, less than that since the job goes on
+            await asyncio.sleep(1.5)
             assert master.job.training.pending[task.task_id].record.trainer == "a"
             assert "a" in master.job.members.trainers
 
@@ -170,9 +180,17 @@ def test_who_fetches_the_parameters_is_no_member_and_is_told() -> None:
             assert "b fetches parameters" in text(also(await explained(master), "TRAINERS_FETCH_PARAMETERS"))
             async with client_of(master) as client:
                 found = (await client.get("/v1/members")).json()["members"]
-                assert [(each["member_id"], each["has_parameters"]) for each in found] == [("a", True), ("b", False)]
+                assert [(each["member_id"], each["has_parameters"]) for each in found] == [
+                    ("a", True),
+                    ("b", False),
+                ]
                 job = (await client.get("/v1/job")).json()
-            assert job["members"] == {"trainers": 2, "trainers_desired": 2, "pservers": 0, "pservers_desired": 0}
+            assert job["members"] == {
+                "trainers": 2,
+                "trainers_desired": 2,
+                "pservers": 0,
+                "pservers_desired": 0,
+            }
             assert (job["phase"], job["spec"]["strategy"]) == ("RUNNING", "collective")
             assert not any("parameter server" in text(cause) for cause in [await explained(master)])
 
@@ -260,7 +278,10 @@ def test_a_rollback_that_nobody_loads_fails_the_job_after_its_time() -> None:
             await until(lambda: "storage_away" in events(master), "the event")
             assert (await explained(master))["code"] == "STORAGE_UNREACHABLE"
             await until(lambda: master.job.state.phase is Phase.FAILED, "the job to fail", 30.0)
-            assert "0 of 1 trainers loaded the checkpoint within recovery_timeout_s 20" in master.job.state.reason
+            assert (
+                "0 of 1 trainers loaded the checkpoint within recovery_timeout_s 20"
+                in master.job.state.reason
+            )
 
     run_virtually(main)
 
@@ -276,7 +297,10 @@ def test_trainers_are_resized_and_parameter_servers_cannot_be() -> None:
                 servers = await client.get("/v1/resize-prediction", params={"trainers": 3, "pservers": 1})
                 nobody = await client.get("/v1/resize-prediction", params={"trainers": 0})
                 three = (await client.get("/v1/resize-prediction", params={"trainers": 3})).json()
-            told = "job j has strategy collective: its trainers have the parameters, and there are no parameter servers to resize"
+            told = (
+                "job j has strategy collective: its trainers have the parameters, and there are no "
+                "parameter servers to resize"
+            )
             assert (servers.status_code, servers.json()["detail"]) == (409, told)
             told = "0 trainers: job j trains only while 1 have the parameters (min_members)"
             assert (nobody.status_code, nobody.json()["detail"]) == (400, told)
@@ -309,7 +333,10 @@ def test_a_resize_that_is_cancelled_wants_as_many_trainers_as_before() -> None:
             async with client_of(master) as client:
                 assert (await client.post(f"/v1/resizes/{asked}/cancel")).status_code == 200
             ended = master.job.operations.records[asked]
-            assert (ended.reason, master.job.spec.trainers) == ("cancelled; the job wants 2 trainers as before", 2)
+            assert (ended.reason, master.job.spec.trainers) == (
+                "cancelled; the job wants 2 trainers as before",
+                2,
+            )
 
     run_virtually(main)
 
@@ -326,7 +353,9 @@ def test_an_explanation_of_a_collective_job_says_nothing_of_parameter_servers() 
             assert told["summary"] == "a gives the parameters their first values."
             still = Situation(master.job, clock.monotonic(), still_s=10.0)
             assert all(
-                "parameter server" not in each for cause in [explain(still)] for each in (cause.summary, *cause.details)
+                "parameter server" not in each
+                for cause in [explain(still)]
+                for each in (cause.summary, *cause.details)
             )
 
     run_virtually(main)

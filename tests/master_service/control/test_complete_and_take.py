@@ -1,4 +1,5 @@
-"""The end of a task and the next one in one request: one transaction, the same answer however often it is asked."""
+"""The end of a task and the next one in one request: one transaction, the same answer however often it is
+asked."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from trireme_shared.protocol.errors import Conflict, StaleAttempt, StaleGenerati
 from trireme_shared.protocol.records import Completed, CompleteTask, Mode, TakeNext, Task
 
 
-def with_next(master: Master, task: Task, request: str = "n1", trainer: str = "t1", ahead: int = 0) -> CompleteTask:
+def with_next(
+    master: Master, task: Task, request: str = "n1", trainer: str = "t1", ahead: int = 0
+) -> CompleteTask:
     generation = master.job.state.generation + ahead
     return done(task, trainer, next=TakeNext(request=request, generation=generation))
 
@@ -36,7 +39,10 @@ def test_the_end_of_a_task_and_the_next_one_are_one_transaction() -> None:
             assert following.task_id != task.task_id
             assert master.term.writer.commits == before + 1
             written = {e.kv.key: (e.type, e.kv.mod_revision) for e in cluster.simulated.events()}
-            (ended, at), (begun, then) = written[KEYS.pending(task.task_id)], written[KEYS.pending(following.task_id)]
+            (ended, at), (begun, then) = (
+                written[KEYS.pending(task.task_id)],
+                written[KEYS.pending(following.task_id)],
+            )
             assert (ended, begun, at) == ("delete", "put", then)
             assert master.job.training.counts == (8, 1, 1, 0)
 
@@ -142,7 +148,8 @@ def test_a_reply_lost_with_the_master_is_found_at_the_next_one() -> None:
             report = with_next(first, task)
             following = (await first.complete_task(task.task_id, report)).next
         async with leading(cluster.master("m2")) as second:
-            with pytest.raises(StaleAttempt):  # it remembers no reports, and gives nothing on the strength of one
+            # it remembers no reports, and gives nothing on the strength of one
+            with pytest.raises(StaleAttempt):
                 await second.complete_task(task.task_id, report)
             assert await take(cluster, second, request="n1") == following
             assert second.job.training.counts == (8, 1, 1, 0)
@@ -162,8 +169,11 @@ def test_lanes_ask_for_their_own_next_task() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_task_is_done_once_while_transactions_overtake_each_other_and_answers_are_lost(seed: int) -> None:
-    """Many trainers, requests repeated after each lost answer, an etcd that is slow, unordered and forgetful."""
+def test_every_task_is_done_once_while_transactions_overtake_each_other_and_answers_are_lost(
+    seed: int,
+) -> None:
+    """Many trainers, requests repeated after each lost answer, an etcd that is slow, unordered and
+    forgetful."""
 
     async def main() -> None:
         names = [f"t{n}" for n in range(12)]
@@ -179,12 +189,16 @@ def test_every_task_is_done_once_while_transactions_overtake_each_other_and_answ
                     await asyncio.sleep((number * 5 + names.index(name) * 3) % 11 / 200)
                     flights.add(master.term.writer.under_way)
                     if number % 7 == seed and name == "t0":
-                        (cluster.simulated.lose_answer if number % 2 else cluster.simulated.lose_request)(client="m1")
+                        (cluster.simulated.lose_answer if number % 2 else cluster.simulated.lose_request)(
+                            client="m1"
+                        )
                     request, given = f"{name}-{number}", list[Task | None]()
                     if task is not None:
                         ended.append((task.epoch, task.task_id))
                         report = with_next(master, task, request, name)
-                        twice = await asyncio.gather(*(master.complete_task(task.task_id, report) for _ in range(2)))
+                        twice = await asyncio.gather(
+                            *(master.complete_task(task.task_id, report) for _ in range(2))
+                        )
                         given = [answer.next for answer in twice]
                     while not any(given):
                         answer = await master.acquire_task(cluster.ask(master, name, request=request))

@@ -53,7 +53,12 @@ def test_members_find_the_plan_and_rest_tells_the_steps() -> None:
             plan = EpochPlan(records=1438, tasks=15, task_records=96, steps=6)
             assert EpochPlan.model_validate_json(await value(cluster, KEYS.plan)) == plan == master.job.plan
             told = master.job.summary()
-            assert (told.task_records, told.steps_per_epoch, told.total_steps, told.records_left_out) == (96, 6, 30, 0)
+            assert (told.task_records, told.steps_per_epoch, told.total_steps, told.records_left_out) == (
+                96,
+                6,
+                30,
+                0,
+            )
             assert "steps_are_short" not in names(master)
 
     run_virtually(main)

@@ -34,7 +34,9 @@ def test_a_master_that_lost_its_lock_evicts_nobody(member: str) -> None:
                 after = await cluster.etcd.range(KEYS.prefix, prefix=True)
                 assert [kv.key for kv in after.kvs] == [kv.key for kv in before.kvs]
                 assert await new.report_suspect(member)
-                left = await cluster.etcd.range(KEYS.trainers if member == "t1" else KEYS.pservers, prefix=True)
+                left = await cluster.etcd.range(
+                    KEYS.trainers if member == "t1" else KEYS.pservers, prefix=True
+                )
                 assert left.kvs == ()
 
     run_virtually(main)

@@ -1,4 +1,5 @@
-"""A parameter server that freezes during a pause: how long training stands still, and when the next pause begins."""
+"""A parameter server that freezes during a pause: how long training stands still, and when the next pause
+begins."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running
-from tests.master_service.control.pausing import checkpointing, copy, copy_slowly, cut_of, cutting, names, spec
+from tests.master_service.control.pausing import (
+    checkpointing,
+    copy,
+    copy_slowly,
+    cut_of,
+    cutting,
+    names,
+    spec,
+)
 from trireme_shared.platform.etcd.operations import KEEP_ALIVE
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records import Phase
@@ -37,7 +46,9 @@ def test_a_pserver_that_freezes_after_the_cut_ends_the_pause_and_no_other_begins
             reason = "checkpoint 1 was given up: pserver-1 gave no sign of life for 1.5 s"
             assert (master.job.state.reason, await cluster.etcd.get(KEYS.pause)) == (reason, None)
             await asyncio.sleep(300)
-            assert (master.job.state.phase, master.job.state.saved) == (Phase.RUNNING, 1), "it is frozen as before"
+            assert (master.job.state.phase, master.job.state.saved) == (Phase.RUNNING, 1), (
+                "it is frozen as before"
+            )
             woke = clock.monotonic()
             await cluster.etcd.transport.call(KEEP_ALIVE, {"ID": cluster.leases["pserver-1"]}, 1.0)
             uuid = await cutting(cluster, master)

@@ -49,8 +49,12 @@ def test_an_asynchronous_job_goes_through_all_its_stages() -> None:
             assert finished == {f"{epoch}/{task}" for epoch in range(2) for task in range(10)}
             while master.job.state.stage is Stage.EVALUATE:
                 task = await take(cluster, master)
-                await master.complete_task(task.task_id, done(task, sums={"right": 9.0, "seen": float(task.count)}))
-                await master.complete_task(task.task_id, done(task, sums={"right": 9.0, "seen": float(task.count)}))
+                await master.complete_task(
+                    task.task_id, done(task, sums={"right": 9.0, "seen": float(task.count)})
+                )
+                await master.complete_task(
+                    task.task_id, done(task, sums={"right": 9.0, "seen": float(task.count)})
+                )
             task = await take(cluster, master)
             assert task.task_id == "export-0"
             await master.complete_task(task.task_id, done(task, exports={"safetensors": "model.safetensors"}))
@@ -64,7 +68,13 @@ def test_an_asynchronous_job_goes_through_all_its_stages() -> None:
             assert stored is not None
             assert JobState.model_validate_json(stored.value) == state
             names = [event.name for event in master.events.after(0, 100)]
-            assert names[-5:] == ["epoch_done", "epoch_done", "stage_changed", "stage_changed", "job_completed"]
+            assert names[-5:] == [
+                "epoch_done",
+                "epoch_done",
+                "stage_changed",
+                "stage_changed",
+                "job_completed",
+            ]
 
     run_virtually(main)
 
@@ -78,7 +88,9 @@ def test_a_synchronous_job_walks_its_lanes() -> None:
                 for lane, owner in owners.items():
                     for index in range(5):
                         await take(cluster, master, owner, stream=lane, epoch=epoch, index=index)
-                    ended = await master.acquire_task(cluster.ask(master, owner, stream=lane, epoch=epoch, index=5))
+                    ended = await master.acquire_task(
+                        cluster.ask(master, owner, stream=lane, epoch=epoch, index=5)
+                    )
                     assert ended == TaskAnswer(answer="exhausted", stream_length=5)
             ask = cluster.ask(master, "t1", stream=0, epoch=2)
             assert (await master.acquire_task(ask)).answer == "end"
@@ -118,7 +130,9 @@ def test_state_and_trainers_of_a_generation_come_in_one_transaction() -> None:
                 key: [event.kv.mod_revision for event in cluster.simulated.events() if event.kv.key == key]
                 for key in (KEYS.state, KEYS.trainer_list, KEYS.trainers_change)
             }
-            assert revisions[KEYS.trainer_list] == revisions[KEYS.trainers_change] == revisions[KEYS.state][-3:]
+            assert (
+                revisions[KEYS.trainer_list] == revisions[KEYS.trainers_change] == revisions[KEYS.state][-3:]
+            )
 
     run_virtually(main)
 
@@ -139,7 +153,9 @@ def test_a_dead_trainers_tasks_go_back_without_a_failure() -> None:
     run_virtually(main)
 
 
-def test_without_the_check_of_attempts_a_late_report_would_end_anothers_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_check_of_attempts_a_late_report_would_end_anothers_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("master_service.core.queue.task_queue.TaskQueue.check_attempt", lambda *_: None)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         test_a_dead_trainers_tasks_go_back_without_a_failure()
@@ -205,7 +221,9 @@ def test_minibatches_that_an_asynchronous_trainer_has_told_are_steps() -> None:
         async with running(cluster, "t1") as master:
             for attempt in (1, 2):
                 task = await take(cluster, master)
-                await master.report_progress(task.task_id, TaskProgress(trainer="t1", attempt=attempt, minibatches=1))
+                await master.report_progress(
+                    task.task_id, TaskProgress(trainer="t1", attempt=attempt, minibatches=1)
+                )
                 await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=attempt, failure=NO))
             assert master.job.state.phase is Phase.RUNNING
 

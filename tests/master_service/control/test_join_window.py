@@ -1,4 +1,5 @@
-"""Many join at once: one generation for all who come within the window; nobody waits who comes alone, and no death does."""
+"""Many join at once: one generation for all who come within the window; nobody waits who comes alone, and no
+death does."""
 
 from __future__ import annotations
 
@@ -55,10 +56,14 @@ def test_a_trainer_that_comes_alone_is_counted_in_at_once_and_the_next_one_after
             for name in ("t2", "t3"):
                 await asyncio.sleep(QUIET_S)
                 await cluster.add_trainer(name)
-                await until(lambda name=name: name in master.job.trainers.names, f"{name} to be counted in", AT_ONCE_S)
+                await until(
+                    lambda name=name: name in master.job.trainers.names, f"{name} to be counted in", AT_ONCE_S
+                )
             begun = clock.monotonic()
             await cluster.add_trainer("t4")
-            await until(lambda: "t4" in master.job.trainers.names, "t4 to be counted in", WINDOW_S + AT_ONCE_S)
+            await until(
+                lambda: "t4" in master.job.trainers.names, "t4 to be counted in", WINDOW_S + AT_ONCE_S
+            )
             assert clock.monotonic() - begun > WINDOW_S / 2
 
     run_virtually(main)

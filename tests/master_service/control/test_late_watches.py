@@ -1,4 +1,5 @@
-"""What cannot be taken back is decided on the checkpoints that etcd has, also if a watch delivers them late."""
+"""What cannot be taken back is decided on the checkpoints that etcd has, also if a watch delivers them
+late."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def test_an_asynchronous_job_whose_first_checkpoint_was_just_finished_does_not_f
                 own = OwnCheckpoints(pserver=0, incarnation="i", timestamp="", checksum="", kept=(ref,))
                 await cluster.etcd.put(KEYS.own_checkpoints(0), own.to_bytes())
             await cluster.lose("pserver-0")
-            await until(lambda: master.job.state.absent or master.job.state.phase.final, "the loss to be seen")
+            await until(
+                lambda: master.job.state.absent or master.job.state.phase.final, "the loss to be seen"
+            )
             assert (master.job.state.phase, master.job.state.absent) == (Phase.RUNNING, (0,))
 
     run_virtually(main)

@@ -37,7 +37,9 @@ def test_once_the_last_version_is_saved_no_earlier_one_is_waited_for(*, final: b
             await until(lambda: "a" in master.job.trainers, "a to be listed")
             last = CheckpointRef(uuid="at-5", step=5, timeline=0, manifest="m")
             common = {"uuid": "at-5", "step": 5, "timeline": 0, "term": 1, "timestamp": "", "manifest": "m"}
-            latest = CheckpointLatest(**common, slots=SlotMap(version=1, owners=(0,)), kept=(last,), final=final)
+            latest = CheckpointLatest(
+                **common, slots=SlotMap(version=1, owners=(0,)), kept=(last,), final=final
+            )
             await cluster.etcd.put(KEYS.latest, latest.to_bytes())
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             generation = master.job.state.generation

@@ -1,4 +1,5 @@
-"""Operations of a running master: checkpoints on demand, verification, ways back; limits, take-overs, idempotency; REST."""
+"""Operations of a running master: checkpoints on demand, verification, ways back; limits, take-overs,
+idempotency; REST."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ from tests.master_service.control.restoring import (
 )
 from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, NotFound
 from trireme_shared.protocol.records import Mode, Phase, PserverMember
-from trireme_shared.protocol.records.operations import CheckpointRequest, Operation, OperationKind, OperationState
+from trireme_shared.protocol.records.operations import (
+    CheckpointRequest,
+    Operation,
+    OperationKind,
+    OperationState,
+)
 
 DONE, FAILED = OperationState.DONE, OperationState.FAILED
 
@@ -59,14 +65,18 @@ def test_a_request_without_effect_is_repeated_and_fails_at_its_limit_saying_what
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as master:
             begun = await create(master, limit_s=4 * ASK_AGAIN_S)
-            await until(lambda: master.job.operations.find(begun.operation_id).attempt == 3, "the third attempt", 200)
+            await until(
+                lambda: master.job.operations.find(begun.operation_id).attempt == 3, "the third attempt", 200
+            )
             request = await request_of(cluster)
             assert request is not None
             assert request.attempt == 3
             await cluster.lose("t1")
             failed = await ended(master, begun)
             assert (failed.state, failed.error_code) == (FAILED, "DEADLINE_EXCEEDED")
-            assert failed.reason == "not done within 120 s: it waited for a trainer: without one no step is made"
+            assert (
+                failed.reason == "not done within 120 s: it waited for a trainer: without one no step is made"
+            )
             assert await request_of(cluster) is None
 
     run_virtually(main)
@@ -104,8 +114,12 @@ def test_after_the_last_step_the_last_checkpoint_is_the_answer_and_a_job_that_is
 
 def test_independent_checkpoints_are_not_taken_on_demand() -> None:
     async def main() -> None:
-        async with running(MasterCluster(spec_of(mode=Mode.ASYNC, checkpoint_kind="independent")), "t1") as master:
-            with pytest.raises(Conflict, match="needs coordinated checkpoints; job j is async with independent ones"):
+        async with running(
+            MasterCluster(spec_of(mode=Mode.ASYNC, checkpoint_kind="independent")), "t1"
+        ) as master:
+            with pytest.raises(
+                Conflict, match="needs coordinated checkpoints; job j is async with independent ones"
+            ):
                 await create(master)
 
     run_virtually(main)
@@ -113,13 +127,17 @@ def test_independent_checkpoints_are_not_taken_on_demand() -> None:
 
 def test_an_asynchronous_job_pauses_for_a_checkpoint_on_demand() -> None:
     async def main() -> None:
-        cluster = MasterCluster(spec_of(mode=Mode.ASYNC, checkpoint_kind="coordinated", checkpoint_every_seconds=None))
+        cluster = MasterCluster(
+            spec_of(mode=Mode.ASYNC, checkpoint_kind="coordinated", checkpoint_every_seconds=None)
+        )
         async with running(cluster, "t1") as master:
             await until(lambda: master.job.state.phase is Phase.CHECKPOINTING, "the first checkpoint")
             begun = await create(master)
             assert begun.reason.startswith("waiting for all trainers to pause")
             await master.term.writer.decide(
-                lambda job, _: pause_checkpoint.give_up(job.state, job.trainers, job.members, "the test says so")
+                lambda job, _: pause_checkpoint.give_up(
+                    job.state, job.trainers, job.members, "the test says so"
+                )
             )
             await until(lambda: master.job.state.saved == 2, "the next pause")
             asked = master.job.operations.find(begun.operation_id)
@@ -147,7 +165,9 @@ def test_a_parameter_server_that_leaves_gets_one_checkpoint_and_none_if_its_vers
             async def drain(index: int, version: int) -> None:
                 found = await cluster.etcd.get(KEYS.pserver(index))
                 assert found is not None
-                member = PserverMember.model_validate_json(found.value).model_copy(update={"draining": version})
+                member = PserverMember.model_validate_json(found.value).model_copy(
+                    update={"draining": version}
+                )
                 await cluster.etcd.put(KEYS.pserver(index), member.to_bytes(), found.lease)
 
             await drain(0, 17)
@@ -190,7 +210,9 @@ def test_the_job_goes_back_to_a_named_checkpoint_and_a_later_loss_does_not_take_
                 await restore(master, "at-20", "other")
             await answered_by_all(cluster, master, "at-30")
             assert (await ended(master, begun)).reason == "the job goes on from step 30"
-            assert [(c.checkpoint_id, c.state) for c in render.checkpoints(master.job, 100, "").checkpoints] == [
+            assert [
+                (c.checkpoint_id, c.state) for c in render.checkpoints(master.job, 100, "").checkpoints
+            ] == [
                 ("at-40", "LEFT"),
                 ("at-30", "KEPT"),
                 ("at-20", "KEPT"),
@@ -228,7 +250,9 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_stopped() -> None:
     run_virtually(main)
 
 
-def test_a_checkpoint_found_damaged_while_it_is_loaded_ends_the_operation_and_the_one_before_it_is_taken() -> None:
+def test_a_checkpoint_found_damaged_while_it_is_loaded_ends_the_operation_and_the_one_before_it_is_taken() -> (
+    None
+):
     async def main() -> None:
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as master:
@@ -269,7 +293,9 @@ def test_only_the_last_ones_that_ended_are_kept() -> None:
             await checkpoint(cluster, 40)
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             for number in range(KEPT_OPERATIONS + 5):
-                await ended(master, await master.term.operations.verify_checkpoint(f"v{number}", "me", "at-40"))
+                await ended(
+                    master, await master.term.operations.verify_checkpoint(f"v{number}", "me", "at-40")
+                )
             assert len(master.job.operations.records) == KEPT_OPERATIONS
             assert len((await cluster.etcd.range(KEYS.operations, prefix=True)).kvs) == KEPT_OPERATIONS
 
@@ -287,7 +313,11 @@ async def test_rest_answers_202_with_the_operation_and_where_to_ask_for_it() -> 
         response = await client.post("/v1/checkpoints", json=request, headers=headers)
         assert response.status_code == 202
         operation = response.json()
-        assert (operation["kind"], operation["state"], operation["limit_s"]) == ("CREATE_CHECKPOINT", "RUNNING", 30)
+        assert (operation["kind"], operation["state"], operation["limit_s"]) == (
+            "CREATE_CHECKPOINT",
+            "RUNNING",
+            30,
+        )
         assert response.headers["location"] == f"/v1/jobs/j/operations/{operation['operation_id']}"
         await commit(cluster, 12, operation=operation["operation_id"])
         done = (await client.get(f"{response.headers['location']}?wait_s=5")).json()

@@ -1,4 +1,5 @@
-"""A suspected member's registration ends when its lease's time is over, not when etcd comes by; nobody that renews its lease is touched."""
+"""A suspected member's registration ends when its lease's time is over, not when etcd comes by; nobody that
+renews its lease is touched."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ FREEZES = 10
 
 async def added(cluster: MasterCluster, name: str) -> tuple[Lease, asyncio.Task[None]]:
     lease = await cluster.etcd.grant(TTL_S)
-    member = TrainerMember(trainer=name, url=f"http://{name}", incarnation=name, host="h", pid=1, lease=lease.id)
+    member = TrainerMember(
+        trainer=name, url=f"http://{name}", incarnation=name, host="h", pid=1, lease=lease.id
+    )
     await cluster.etcd.put(KEYS.trainer(name), member.to_bytes(), lease.id)
     return lease, asyncio.ensure_future(lease.keep_alive())
 
@@ -86,7 +89,8 @@ def test_a_suspected_member_that_renews_its_lease_stays() -> None:
 
 @pytest.mark.parametrize("ttl_s", [2, 3, 5])
 def test_no_lease_that_may_be_renewed_is_called_over(ttl_s: int) -> None:
-    """Renewals, questions and their answers at random times; now and then who asks is held up for longer than the lease lives."""
+    """Renewals, questions and their answers at random times; now and then who asks is held up for longer than
+    the lease lives."""
     chance, called = random.Random(ttl_s), 0
     for _ in range(2_000):
         lease, now = LeaseEnd(ttl_s), 0.0
@@ -105,7 +109,9 @@ def test_no_lease_that_may_be_renewed_is_called_over(ttl_s: int) -> None:
             lease.take(asked, answered, left_s)
             assert not lease.over or read >= ends
             called += lease.over
-            now = answered + (chance.uniform(0, 2 * ttl_s) if chance.random() < 0.05 else max(0.05, left_s - 1))
+            now = answered + (
+                chance.uniform(0, 2 * ttl_s) if chance.random() < 0.05 else max(0.05, left_s - 1)
+            )
     assert called > 100
 
 

@@ -1,4 +1,5 @@
-"""Paused checkpoints from the master's side: who is waited for, what ends a pause, and what a lost pserver costs."""
+"""Paused checkpoints from the master's side: who is waited for, what ends a pause, and what a lost pserver
+costs."""
 
 from __future__ import annotations
 
@@ -66,14 +67,21 @@ def test_a_trainer_that_does_not_pause_in_time_is_left_out_until_the_pause_is_ov
                 if step == 2:
                     assert clock.monotonic() - began <= seconds_between(12.0)
                 await pause(cluster, "t1", uuid)
-                await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut", 2 * ANSWER_S)
+                await until(
+                    lambda: master.job.state.saving and master.job.state.saving.cut, "the cut", 2 * ANSWER_S
+                )
                 cutting, listed = master.job.state, master.job.trainers.names
-                assert (listed, cutting.generation) == (("t1",), state.generation + 1), "t2's pushes are stale"
+                assert (listed, cutting.generation) == (("t1",), state.generation + 1), (
+                    "t2's pushes are stale"
+                )
                 for index in range(2):
                     await copy(cluster, index, uuid)
                 await until(lambda: master.job.state.phase is Phase.RUNNING, "training to go on")
                 after = master.job.state
-                assert (set(master.job.trainers.names), after.generation) == ({"t1", "t2"}, cutting.generation + 1)
+                assert (set(master.job.trainers.names), after.generation) == (
+                    {"t1", "t2"},
+                    cutting.generation + 1,
+                )
                 cut = await cut_of(cluster, uuid)
                 assert cut is not None
                 assert (cut.copied, cut.trainers) == (True, ("t1",))
@@ -107,7 +115,9 @@ def test_a_task_that_nobody_works_on_runs_over_its_time_however_often_the_job_pa
         )
         async with running(cluster, "t1") as master:
             answering = asyncio.create_task(answer_pauses(cluster, master))
-            await until(lambda: master.job.state.saved == 1 and master.job.state.phase is Phase.RUNNING, "one pause")
+            await until(
+                lambda: master.job.state.saved == 1 and master.job.state.phase is Phase.RUNNING, "one pause"
+            )
             held, began = await take(cluster, master, "t1"), clock.monotonic()
             await until(lambda: held.task_id not in master.job.training.pending, "the task to go back")
             assert clock.monotonic() - began > 20.0
@@ -140,8 +150,13 @@ def test_a_member_that_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_coun
                 for task in copying:
                     task.cancel()
             assert master.job.state.phase is Phase.RUNNING
-            assert master.job.state.reason == "checkpoint 1 was given up: pserver-0, pserver-1 did not copy within 60 s"
-            await until(lambda: master.job.state.saved == 2, "it to be tried again, much later", 10 * COPY_LIMIT_S)
+            assert (
+                master.job.state.reason
+                == "checkpoint 1 was given up: pserver-0, pserver-1 did not copy within 60 s"
+            )
+            await until(
+                lambda: master.job.state.saved == 2, "it to be tried again, much later", 10 * COPY_LIMIT_S
+            )
             again = (await checkpointing(master)).saving
             assert again is not None
             await pause(cluster, "t1", again.uuid)
@@ -186,7 +201,9 @@ def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_thei
             manifest = cluster.storage.manifests["at-1"]
             assert not isinstance(manifest, Exception)
             queue = {"meta": meta}
-            cluster.storage.manifests["at-1"] = manifest.model_copy(update={"queue": queue, "mode": Mode.ASYNC})
+            cluster.storage.manifests["at-1"] = manifest.model_copy(
+                update={"queue": queue, "mode": Mode.ASYNC}
+            )
             closed, open_task = await take(cluster, master), await take(cluster, master)
             late = await take(cluster, master)
             before = master.job.state.generation
@@ -211,7 +228,8 @@ def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_thei
 
 
 def test_a_pserver_that_loaded_a_checkpoint_that_is_deleted_loads_again() -> None:
-    """A newer checkpoint, begun before its death, was committed while it loaded the one before, which was deleted."""
+    """A newer checkpoint, begun before its death, was committed while it loaded the one before, which was
+    deleted."""
 
     async def main() -> None:
         cluster = MasterCluster(spec())
@@ -220,7 +238,9 @@ def test_a_pserver_that_loaded_a_checkpoint_that_is_deleted_loads_again() -> Non
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await cluster.lose("pserver-1")
             await until(lambda: master.job.state.absent == (1,), "the loss")
-            await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
+            await cluster.add_pserver(
+                1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3)
+            )
             async with asyncio.timeout(60.0):
                 while await cluster.etcd.get(KEYS.pserver(1)) is not None:
                     await asyncio.sleep(0.01)
@@ -232,7 +252,9 @@ def test_a_pserver_that_loaded_a_checkpoint_that_is_deleted_loads_again() -> Non
             cluster.storage.manifests["at-2"] = manifest.model_copy(
                 update={"queue": {"meta": meta}, "mode": Mode.ASYNC}
             )
-            await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3))
+            await cluster.add_pserver(
+                1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3)
+            )
             await until(lambda: master.job.state.absent == (), "the return")
 
     run_virtually(main)
@@ -256,7 +278,9 @@ def test_a_job_that_failed_since_a_pserver_came_back_from_a_damaged_checkpoint_r
             storage.manifests["at-1"] = CheckpointUnusable("its manifest is damaged")
             await cluster.lose("pserver-1")
             await until(lambda: master.job.state.absent == (1,), "the loss")
-            await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
+            await cluster.add_pserver(
+                1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3)
+            )
             await until(lambda: master.job.state.phase is Phase.FAILED, "the failure")
             assert "what pserver-1 lost cannot be counted" in master.job.state.reason
             before = storage.reads
@@ -288,10 +312,14 @@ def test_members_join_and_leave_while_a_slow_storage_is_read() -> None:
             manifest = storage.manifests["at-1"]
             assert not isinstance(manifest, Exception)
             meta = TaskMeta(epoch=0, digest="d", seed=0, tasks=10).to_bytes().decode()
-            storage.manifests["at-1"] = manifest.model_copy(update={"queue": {"meta": meta}, "mode": Mode.ASYNC})
+            storage.manifests["at-1"] = manifest.model_copy(
+                update={"queue": {"meta": meta}, "mode": Mode.ASYNC}
+            )
             await cluster.lose("pserver-1")
             await until(lambda: master.job.state.absent == (1,), "the loss")
-            await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
+            await cluster.add_pserver(
+                1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3)
+            )
             await asyncio.sleep(0.5)
             await cluster.add_trainer("t2")
             await until(lambda: master.job.trainers.names == ("t1", "t2"), "t2 to join", 2)
@@ -316,7 +344,8 @@ def test_losses_move_with_the_blocks_to_other_parameter_servers() -> None:
     losses = Losses(lost={"1": 5}, skipped={"0": 2})
     eight_blocks = (Segment(kind="param", dtype="float32", elements=8 * 64, group=0),)
     manifest = Manifest.model_construct(
-        slots=SlotMap(version=1, owners=spread(128, 2)), layout=LAYOUT.model_copy(update={"segments": eight_blocks})
+        slots=SlotMap(version=1, owners=spread(128, 2)),
+        layout=LAYOUT.model_copy(update={"segments": eight_blocks}),
     )
     for pservers, lost, skipped in (
         (2, {"1": 5}, {"0": 2}),
@@ -331,7 +360,10 @@ def test_losses_move_with_the_blocks_to_other_parameter_servers() -> None:
 def test_losses_of_rows_move_with_slots_that_have_no_block() -> None:
     one_block = (Segment(kind="param", dtype="float32", elements=64, group=0),)
     table = TableSpec(
-        name="user", dim=4, optimizer=RowOptimizer(kind="sgd", lr=0.1), init=RowInit(kind="constant", scale=0.0)
+        name="user",
+        dim=4,
+        optimizer=RowOptimizer(kind="sgd", lr=0.1),
+        init=RowInit(kind="constant", scale=0.0),
     )
     for tables, lost in (((), {"0": 5}), ((table,), {"0": 5, "1": 5})):
         manifest = Manifest.model_construct(

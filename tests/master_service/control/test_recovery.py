@@ -1,4 +1,5 @@
-"""A running master through a rollback: restored pservers, damaged checkpoints, take-overs in the middle, other numbers."""
+"""A running master through a rollback: restored pservers, damaged checkpoints, take-overs in the middle,
+other numbers."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_a_new_master_goes_on_with_the_roll_back_of_the_last_one() -> None:
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as first:
             await take(cluster, first, stream=0)
-            await checkpoint(cluster, 40, positions=[LanePosition(lane=0, index=1, offset=2), LanePosition(lane=1)])
+            await checkpoint(
+                cluster, 40, positions=[LanePosition(lane=0, index=1, offset=2), LanePosition(lane=1)]
+            )
             await until(lambda: first.job.members.latest, "the checkpoint to be seen")
             await cluster.lose("pserver-0")
             state = await rolling_back(first, "at-40")
@@ -110,7 +113,9 @@ def test_damage_is_answered_by_the_checkpoint_before_and_by_failing_when_none_is
             await cluster.add_pserver(1)
             await cluster.restore(1, state, error="its part is truncated")
             state = await rolling_back(master, "at-20")
-            warnings = [event.message for event in master.events.after(0, 1000) if event.name == "checkpoint_unusable"]
+            warnings = [
+                event.message for event in master.events.after(0, 1000) if event.name == "checkpoint_unusable"
+            ]
             assert warnings == ["the manifest was edited", "pserver-1: its part is truncated"]
             await cluster.restore(0, state, error="gone")
             await until(lambda: master.job.state.phase is Phase.FAILED, "the job to fail")
@@ -147,14 +152,18 @@ def test_a_storage_that_is_not_reached_is_waited_for_and_reported_once() -> None
         async with running(cluster, "t1") as master:
             await checkpoint(cluster, 40, 30)
             manifests = dict(cluster.storage.manifests)
-            cluster.storage.manifests.update(dict.fromkeys(manifests, ConnectionError("no answer from http://s3")))
+            cluster.storage.manifests.update(
+                dict.fromkeys(manifests, ConnectionError("no answer from http://s3"))
+            )
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await cluster.lose("pserver-1")
             state = await rolling_back(master, "at-40")
             await asyncio.sleep(300.0)
             assert master.job.state == state
             told = [event.message for event in master.events.after(0, 1000) if event.name == "storage_away"]
-            assert told == ["the job waits for its storage to go back to a checkpoint: no answer from http://s3"]
+            assert told == [
+                "the job waits for its storage to go back to a checkpoint: no answer from http://s3"
+            ]
             cluster.storage.manifests.update(manifests)
             await cluster.add_pserver(1)
             for index in range(2):
@@ -193,7 +202,10 @@ def test_without_a_checkpoint_all_pservers_leave_and_the_job_starts_over() -> No
             await cluster.lose("pserver-1")
             await until(lambda: master.job.state.phase is Phase.WAITING, "the job to begin again")
             assert await Etcd(cluster.simulated.transport("look")).get(KEYS.pserver(0)) is None
-            assert (await cluster.etcd.get(KEYS.layout), await cluster.etcd.get(KEYS.init_done)) == (None, None)
+            assert (await cluster.etcd.get(KEYS.layout), await cluster.etcd.get(KEYS.init_done)) == (
+                None,
+                None,
+            )
             assert (master.job.training.cursors, master.job.training.pending) == ({}, {})
             assert "started_over" in names(master)
             for index in range(2):
@@ -222,7 +234,9 @@ def test_a_job_that_starts_over_forgets_its_evaluation() -> None:
             await master.complete_task(first.task_id, done(first, sums={"seen": 10.0}))
             await take(cluster, master)
             refused = await take(cluster, master, "t2")
-            report = FailTask(trainer="t2", attempt=1, failure=UserFailure(error_type="ValueError", message="no"))
+            report = FailTask(
+                trainer="t2", attempt=1, failure=UserFailure(error_type="ValueError", message="no")
+            )
             await master.fail_task(refused.task_id, report)
             await cluster.lose("pserver-1")
             await until(lambda: master.job.state.phase is Phase.WAITING, "the job to begin again")

@@ -1,4 +1,5 @@
-"""Failures and metrics are taken from trainers of the job only, about themselves, and only if they can be true."""
+"""Failures and metrics are taken from trainers of the job only, about themselves, and only if they can be
+true."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def report(master: Master, trainer: str = "t1", **values: Any) -> Any:
 
 @pytest.mark.parametrize("mode", [Mode.SYNC, Mode.ASYNC])
 def test_metrics_are_taken_of_steps_that_the_job_can_have(mode: Mode) -> None:
-    """Ten tasks of ten records. Synchronous: four lanes with three tasks at most, of five minibatches each. Asynchronous: two
-    minibatches each."""
+    """Ten tasks of ten records. Synchronous: four lanes with three tasks at most, of five minibatches each.
+    Asynchronous: two minibatches each."""
 
     async def main() -> None:
         cluster = MasterCluster(spec_of(mode=mode, epochs=3), Storage(10))
@@ -117,7 +118,9 @@ def test_another_model_than_the_jobs_counts_only_if_nobody_else_trains() -> None
             for _ in range(5):
                 await master.report_failure("t2", ANOTHER_MODEL)
             assert (master.job.state.phase, master.job.budget.counts.total) == (Phase.RUNNING, 0)
-            assert [event.name for event in master.events.after(0, 1000)].count("user_failure") == 5, "it is told"
+            assert [event.name for event in master.events.after(0, 1000)].count("user_failure") == 5, (
+                "it is told"
+            )
             await cluster.lose("t1")
             await until(lambda: "t1" not in master.job.members.trainers, "t1 to be gone")
             for _ in range(2):

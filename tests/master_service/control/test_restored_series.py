@@ -19,8 +19,11 @@ from trireme_shared.protocol.records.checkpoints import CheckpointLatest, Checkp
 SLOTS = SlotMap(version=1, owners=(0,))
 
 
-def test_a_restore_of_a_later_checkpoint_has_the_metrics_of_all_steps_before_it_also_at_the_next_master() -> None:
-    """Restore 8, train to step 11, restore 16: steps 11 to 15 were missing, and the loss of the epoch was wrong."""
+def test_a_restore_of_a_later_checkpoint_has_the_metrics_of_all_steps_before_it_also_at_the_next_master() -> (
+    None
+):
+    """Restore 8, train to step 11, restore 16: steps 11 to 15 were missing, and the loss of the epoch was
+    wrong."""
 
     async def main() -> None:
         world = World()

@@ -61,7 +61,11 @@ class World:
     async def report(self, master: Master, *steps: int, loss: float | None = None, timeline: int = 0) -> None:
         shares = tuple(
             StepMetrics(
-                step=step, epoch=0, timeline=timeline, records=2, loss_sum=2.0 * (step if loss is None else loss)
+                step=step,
+                epoch=0,
+                timeline=timeline,
+                records=2,
+                loss_sum=2.0 * (step if loss is None else loss),
             )
             for step in steps
         )
@@ -86,7 +90,8 @@ def known(master: Master) -> bool:
 
 @asynccontextmanager
 async def killed(world: World) -> AsyncIterator[tuple[Process, Master]]:
-    """A master with a job that runs, in a process of its own; what is left of it is cleared away at the end."""
+    """A master with a job that runs, in a process of its own; what is left of it is cleared away at the
+    end."""
     process, master = Process("m1"), world.cluster.master("m1")
     running = process.spawn(master.run(asyncio.Event()))
     await until(lambda: master.current_term is not None, "m1 to lead")
@@ -226,7 +231,9 @@ def test_what_a_script_logs_is_reported_and_queried_by_rest() -> None:
                 "weight": 2.0,
             }
             for wrong in ({"a b": value}, {"a": {**value, "weight": 0}}, {f"m{n}": value for n in range(33)}):
-                refused = await client.post("/v1/metric-batches", json={**body, "steps": [{**share, "metrics": wrong}]})
+                refused = await client.post(
+                    "/v1/metric-batches", json={**body, "steps": [{**share, "metrics": wrong}]}
+                )
                 check_problem(refused, 422, "INVALID_ARGUMENT")
 
     run_virtually(main)
@@ -235,7 +242,9 @@ def test_what_a_script_logs_is_reported_and_queried_by_rest() -> None:
 async def whole(
     master: Master, *steps: int, timeline: int = 0, lost: int | None = None, store: bool = False
 ) -> tuple[int | None, int]:
-    shares = tuple(StepMetrics(step=step, epoch=0, timeline=timeline, records=2, loss_sum=2.0 * step) for step in steps)
+    shares = tuple(
+        StepMetrics(step=step, epoch=0, timeline=timeline, records=2, loss_sum=2.0 * step) for step in steps
+    )
     taken = await master.report_metrics(
         MetricBatch(trainer="t1", steps=shares, whole=True, lost_before=lost, store=store)
     )
@@ -259,7 +268,9 @@ def test_whole_steps_count_once_in_order_and_a_new_master_says_what_it_lacks() -
                 assert await whole(second, 8, lost=7) == (7, 3), "5 and 6 are lost, 7 is not"
                 assert await whole(second, 7, 8, store=True) == (9, 9)
                 assert await losses(second) == {step: float(step) for step in (0, 1, 2, 3, 4, 7, 8)}
-                sums = {number: epoch.sums["loss"].total for number, epoch in second.term.series.epochs.items()}
+                sums = {
+                    number: epoch.sums["loss"].total for number, epoch in second.term.series.epochs.items()
+                }
                 total = 2.0 * (0 + 1 + 2 + 3 + 4 + 7 + 8)
                 assert sums == {0: total}
                 async with client_of(second) as client:
@@ -267,9 +278,13 @@ def test_whole_steps_count_once_in_order_and_a_new_master_says_what_it_lacks() -
                     expected = {"step": 0, "last_step": 8, "epoch": 0, "mean": total / 14, "weight": 14.0}
                     assert point == expected | {"least": 0.0, "most": 8.0}
                     [epoch] = (await client.get("/v1/metrics?metric=epoch_loss")).json()["points"]
-                    assert epoch == {"number": 0, "loss": total / 14, "records": 14, "skipped": 0}, "of both masters"
+                    assert epoch == {"number": 0, "loss": total / 14, "records": 14, "skipped": 0}, (
+                        "of both masters"
+                    )
                     check_problem(await client.get("/v1/metric-series/none?by=epoch"), 404, "NOT_FOUND")
-                    assert (await client.get("/v1/metric-series/loss?by=epoch&from_step=1")).json()["points"] == []
+                    assert (await client.get("/v1/metric-series/loss?by=epoch&from_step=1")).json()[
+                        "points"
+                    ] == []
 
     run_virtually(main)
 
@@ -281,7 +296,9 @@ def test_whole_steps_go_back_with_the_job_also_where_the_next_master_learns_of_i
             await until(lambda: known(first), "the metrics")
             await whole(first, *range(6), store=True)
             await whole(first, 6)
-            back = first.job.state.model_copy(update={"timeline": first.job.state.generation + 1, "checkpoint": "gone"})
+            back = first.job.state.model_copy(
+                update={"timeline": first.job.state.generation + 1, "checkpoint": "gone"}
+            )
             await first.writer.decide(lambda *_: Decision(None, (back,)))
             assert await whole(first, 3, timeline=back.timeline, lost=None) == (4, 3)
         async with leading(world.cluster.master("m2")) as second:
@@ -357,7 +374,9 @@ async def test_files_of_metrics_lie_beside_the_checkpoints(tmp_path: Path) -> No
     await stored.write("a.json", b"1")
     await stored.write("b.json", b"2")
     assert (
-        sorted(path.name for path in (tmp_path / "metrics").iterdir()) == await stored.names() == ["a.json", "b.json"]
+        sorted(path.name for path in (tmp_path / "metrics").iterdir())
+        == await stored.names()
+        == ["a.json", "b.json"]
     )
     assert await stored.read("b.json") == b"2"
     await stored.remove(["a.json", "gone.json"])
@@ -366,7 +385,8 @@ async def test_files_of_metrics_lie_beside_the_checkpoints(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_what_is_left_at_the_end_of_a_term_is_written_only_while_its_lease_holds(leads: bool) -> None:
-    """A master that was frozen: the next one has read all files already, and this one would stand before its own."""
+    """A master that was frozen: the next one has read all files already, and this one would stand before its
+    own."""
 
     async def main() -> None:
         files = Files()

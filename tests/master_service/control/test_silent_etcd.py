@@ -1,4 +1,5 @@
-"""Leases run out while etcd is silent: a leader waits for their members before it decides that they are gone."""
+"""Leases run out while etcd is silent: a leader waits for their members before it decides that they are
+gone."""
 
 from __future__ import annotations
 

@@ -75,7 +75,9 @@ def test_a_silent_pserver_is_named_with_the_seconds_and_there_is_no_eta() -> Non
     assert stalled[-1][1]["stalled"].startswith("waiting for pserver-0, silent for 1")
     assert stalled[0][0] < 10 + 2 * STALL_S
     assert [at for at, _ in stalled] == [at for at, _ in answers if at >= stalled[0][0]], "from then on"
-    assert {(job["progress"]["eta_s"], job["progress"]["records_per_s"]) for _, job in stalled} == {(None, None)}
+    assert {(job["progress"]["eta_s"], job["progress"]["records_per_s"]) for _, job in stalled} == {
+        (None, None)
+    }
 
 
 def test_a_long_step_is_no_stall() -> None:

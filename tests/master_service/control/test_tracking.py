@@ -1,4 +1,5 @@
-"""The process beside a leader that feeds trackers: it works while the leader may lead, is started again when it dies, and ends with it."""
+"""The process beside a leader that feeds trackers: it works while the leader may lead, is started again when
+it dies, and ends with it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ pytestmark = pytest.mark.processes
 def spec_in(folder: Path, *trackers: str) -> JobSpec:
     (folder / "mine.py").write_text(TRACKERS)
     return JobSpec(
-        job="digits", script=str(folder / "s.py"), storage=str(folder), dataset=TextLines("x"), trackers=trackers
+        job="digits",
+        script=str(folder / "s.py"),
+        storage=str(folder),
+        dataset=TextLines("x"),
+        trackers=trackers,
     )
 
 
@@ -72,7 +77,9 @@ async def until(done: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_process_that_is_killed_is_followed_by_another_which_tells_each_step_once(tmp_path: Path) -> None:
+async def test_a_process_that_is_killed_is_followed_by_another_which_tells_each_step_once(
+    tmp_path: Path,
+) -> None:
     await store(tmp_path, range(4))
     leader = Leader(tmp_path, "csv")
     with replaced(module, "FIRST_PAUSE_S", 0.05):
@@ -97,7 +104,9 @@ async def test_without_its_lease_a_leader_permits_nothing(tmp_path: Path) -> Non
         await until(lambda: losses(tmp_path) == list(range(4)))
 
 
-async def test_neither_a_leader_that_leaves_nor_an_ended_job_waits_for_a_tracker_that_hangs(tmp_path: Path) -> None:
+async def test_neither_a_leader_that_leaves_nor_an_ended_job_waits_for_a_tracker_that_hangs(
+    tmp_path: Path,
+) -> None:
     await store(tmp_path, range(4))
     leader = Leader(tmp_path, "mine:Hanging", "csv")
     async with asyncio.timeout(LIMIT_S), leader.leading():

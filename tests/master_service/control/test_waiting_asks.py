@@ -1,4 +1,5 @@
-"""A trainer that gets no task waits in the master: it is answered as soon as there is one, and nobody asks over and over."""
+"""A trainer that gets no task waits in the master: it is answered as soon as there is one, and nobody asks
+over and over."""
 
 from __future__ import annotations
 
@@ -130,12 +131,16 @@ def test_a_trainer_that_is_no_member_any_more_learns_it_while_it_waits() -> None
     run_virtually(main)
 
 
-def test_the_end_of_a_term_sends_all_away_at_once_and_the_same_request_gets_its_task_at_the_successor() -> None:
+def test_the_end_of_a_term_sends_all_away_at_once_and_the_same_request_gets_its_task_at_the_successor() -> (
+    None
+):
     async def main() -> None:
         cluster = MasterCluster(spec_of(), Storage(tasks=1))
         async with running(cluster, "t1", "t2") as first:
             task = await take(cluster, first, "t1")
-            ask = AcquireTask(trainer="t2", request="mine", generation=first.job.state.generation, wait_s=WAIT_S)
+            ask = AcquireTask(
+                trainer="t2", request="mine", generation=first.job.state.generation, wait_s=WAIT_S
+            )
             waiting = asyncio.ensure_future(first.acquire_task(ask))
             await in_line(first, 1)
             term = first.term
@@ -143,7 +148,9 @@ def test_the_end_of_a_term_sends_all_away_at_once_and_the_same_request_gets_its_
             with pytest.raises(NotLeader):
                 await asyncio.wait_for(waiting, 5.0)
             async with leading(cluster.master("m2")) as second:
-                await until(lambda: first.current_term is not None or second.current_term is not None, "a leader", 10)
+                await until(
+                    lambda: first.current_term is not None or second.current_term is not None, "a leader", 10
+                )
                 leader = first if first.current_term is not None else second
                 failed = FailTask(trainer="t1", attempt=task.attempt, failure=NO, epoch=task.epoch)
                 await leader.fail_task(task.task_id, failed)

@@ -11,7 +11,14 @@ from master_service.core.decisions import cluster_jobs
 from master_service.core.decisions.scheduling.schedule import Schedule, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, PutAssignment, PutJob
 from tests.master_service.cluster import spec_of
-from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling, Standing
+from trireme_shared.protocol.records.cluster import (
+    Assignment,
+    ClusterJob,
+    Kind,
+    PoolMember,
+    Scheduling,
+    Standing,
+)
 from trireme_shared.protocol.records.job_choices import Mode
 from trireme_shared.protocol.records.job_spec import JobSpec
 
@@ -19,7 +26,9 @@ WALL = 1_800_000_000.0
 SCHEDULING = set(Scheduling.model_fields)
 
 
-def job_of(name: str, number: int = 0, *, pservers: int = 1, spec: JobSpec | None = None, **fields: Any) -> ClusterJob:
+def job_of(
+    name: str, number: int = 0, *, pservers: int = 1, spec: JobSpec | None = None, **fields: Any
+) -> ClusterJob:
     """An asynchronous job (any number of trainers is of use); `fields` of Scheduling and of ClusterJob."""
     chosen = {field: fields.pop(field) for field in SCHEDULING & set(fields)}
     spec = spec or spec_of(job=name, mode=Mode.ASYNC, pservers=pservers)
@@ -55,7 +64,9 @@ def give(state: ClusterState, job: str, *names: str, at: float = -1000.0) -> Non
         place: Place = ("trainer" if name.startswith("t") else "pserver", name)
         member = state.members[place]
         epoch = state.jobs[job].epoch
-        state.apply(PutAssignment(place, Assignment(job=job, epoch=epoch, incarnation=member.incarnation)), at)
+        state.apply(
+            PutAssignment(place, Assignment(job=job, epoch=epoch, incarnation=member.incarnation)), at
+        )
         state.see(place, member.model_copy(update={"running": job, "epoch": epoch}), at)
 
 
@@ -63,7 +74,9 @@ def held_by(state: ClusterState, job: str) -> list[str]:
     return sorted(member for (_, member), held in state.assignments.items() if held.job == job)
 
 
-def step(state: ClusterState, now: float = 0.0, wall_time: float = WALL, lost: tuple[Place, ...] = ()) -> Schedule:
+def step(
+    state: ClusterState, now: float = 0.0, wall_time: float = WALL, lost: tuple[Place, ...] = ()
+) -> Schedule:
     """Schedule, apply, and see that a second look changes nothing."""
     made = schedule(state, now, wall_time, lost=lost)
     for change in made.changes:

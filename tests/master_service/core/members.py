@@ -5,7 +5,15 @@ from __future__ import annotations
 from master_service.core.changes import Decision
 from master_service.core.state.job import Members
 from tests.master_service.cluster import spec_of
-from trireme_shared.protocol.records import JobState, Mode, Phase, PserverMember, SlotMap, TrainerList, TrainerMember
+from trireme_shared.protocol.records import (
+    JobState,
+    Mode,
+    Phase,
+    PserverMember,
+    SlotMap,
+    TrainerList,
+    TrainerMember,
+)
 
 SPEC = spec_of(mode=Mode.SYNC, lanes=4, pservers=2, slot_count=128)
 
@@ -15,7 +23,9 @@ def trainers(*names: str) -> dict[str, TrainerMember]:
 
 
 def pservers(*indexes: int) -> dict[int, PserverMember]:
-    return {i: PserverMember(index=i, url=f"http://p{i}", incarnation=f"p{i}", host="h", pid=1) for i in indexes}
+    return {
+        i: PserverMember(index=i, url=f"http://p{i}", incarnation=f"p{i}", host="h", pid=1) for i in indexes
+    }
 
 
 def whole(*names: str) -> Members:

@@ -48,7 +48,9 @@ class Trained:
 
     def __init__(self, records: int = 16, **changes: object) -> None:
         spec = JobSpec.model_validate({**SETTINGS, **changes})
-        self.job = Job.open(spec, FileTable((TableFile("a.txt", records),), 4), FileTable((TableFile("b.txt", 4),), 4))
+        self.job = Job.open(
+            spec, FileTable((TableFile("a.txt", records),), 4), FileTable((TableFile("b.txt", 4),), 4)
+        )
         self.job.state = JobState(phase=Phase.RUNNING, generation=1)
         self.job.trainers = TrainerList(generation=1, names=("t1", "t2"))
         self.kept: list[CheckpointRef] = []
@@ -70,7 +72,9 @@ class Trained:
 
     def complete(self, task: Task | str, **sums: float) -> None:
         assert isinstance(task, Task)
-        report = CompleteTask(trainer="t1", attempt=task.attempt, epoch=task.epoch, timeline=task.timeline, sums=sums)
+        report = CompleteTask(
+            trainer="t1", attempt=task.attempt, epoch=task.epoch, timeline=task.timeline, sums=sums
+        )
         self.do(tasks.complete(self.job, task.task_id, report))
 
     def train(self, count: int) -> None:
@@ -80,7 +84,9 @@ class Trained:
     def commit(self, step: int) -> CheckpointRef:
         """A checkpoint of a cut made now."""
         marks = marks_of(self.job)
-        ref = CheckpointRef(uuid=f"u{step}", step=step, timeline=self.job.state.timeline, manifest="m", **marks)
+        ref = CheckpointRef(
+            uuid=f"u{step}", step=step, timeline=self.job.state.timeline, manifest="m", **marks
+        )
         self.kept.insert(0, ref)
         latest = CheckpointLatest(
             uuid=ref.uuid, step=step, timeline=ref.timeline, term=1, timestamp="", manifest="m",
@@ -252,13 +258,15 @@ def test_a_rollback_forgets_evaluations_of_later_checkpoints_and_begins_anew_the
 
 def test_independent_checkpoints_cannot_be_evaluated():
     with pytest.raises(
-        ValidationError, match="evaluate_every is 3 and checkpoint_kind independent: what is evaluated is one version"
+        ValidationError,
+        match="evaluate_every is 3 and checkpoint_kind independent: what is evaluated is one version",
     ):
         JobSpec.model_validate({**SETTINGS, "checkpoint_kind": "independent"})
 
 
 def test_a_trainer_that_has_not_heard_of_a_roll_back_is_given_nothing() -> None:
-    """It was at the evaluation after training, or the export: it would report a task of training as one of those, and its records were never trained."""
+    """It was at the evaluation after training, or the export: it would report a task of training as one of
+    those, and its records were never trained."""
     trained = Trained()
     trained.job.state = JobState(phase=Phase.RUNNING, generation=8, timeline=7)
     with pytest.raises(StaleGeneration, match="before the job went back to a checkpoint"):

@@ -58,7 +58,9 @@ def test_the_error_tells_whether_the_script_is_the_cause(error_type: str, cause:
 
 
 @pytest.mark.parametrize("cause", [FailureCause.MEMBERS, FailureCause.STORAGE, FailureCause.DATASET])
-def test_a_job_that_did_not_fail_by_its_script_waits_for_members_again_where_it_was(cause: FailureCause) -> None:
+def test_a_job_that_did_not_fail_by_its_script_waits_for_members_again_where_it_was(
+    cause: FailureCause,
+) -> None:
     failed = state_after(fail(AWAY, "pserver-1 did not come back", cause))
     assert (failed.phase, failed.cause) == (Phase.FAILED, cause)
     decision = start_again(failed)
@@ -125,7 +127,9 @@ def test_more_epochs_change_nothing_once_stop_early_has_ended_the_job() -> None:
         train_longer(stopped, 9)
 
 
-def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_any_more(tmp_path: Path) -> None:
+def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_any_more(
+    tmp_path: Path,
+) -> None:
     spec = JobSpec(
         job="ctr",
         script="/s.py",
@@ -150,7 +154,10 @@ def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_
         timestamp="",
         slots=SlotMap(version=1, owners=(0,)),
         layout=Layout(
-            segments=(), block_bytes=256, digest="", optimizer=OptimizerSpec(name="SGD", defaults={}, groups=())
+            segments=(),
+            block_bytes=256,
+            digest="",
+            optimizer=OptimizerSpec(name="SGD", defaults={}, groups=()),
         ),
         record=StepRecord(version=12, positions=positions),
         parts=(),

@@ -19,7 +19,9 @@ def spec_of(strategy: Strategy, pservers: int) -> JobSpec:
 
 @pytest.mark.parametrize("before", [None, SlotMap(version=3, owners=(0,) * 1024)])
 def test_parameter_servers_get_slots_of_their_own(before):
-    changes = back_to(spec_of(Strategy.PARAMETER_SERVER, 2), JobState(generation=5), before, REF, "why").changes
+    changes = back_to(
+        spec_of(Strategy.PARAMETER_SERVER, 2), JobState(generation=5), before, REF, "why"
+    ).changes
     placed = [change for change in changes if isinstance(change, SlotMap)]
     assert [(slots.version, slots.wanted) for slots in placed] == [(4 if before else 1, 2)]
     assert DesirePservers(2) in changes

@@ -32,7 +32,9 @@ def test_a_new_leader_misses_members_from_when_it_read_their_assignments():
 def test_a_place_where_a_process_could_not_run_is_unfit_for_that_epoch_only():
     state = state_of(active("a"), trainers=1)
     give(state, "a", "t0")
-    state.see(T0, member_of("trainer", "t0", running="a", epoch=1, trouble="it ended with 1, five times"), 1.0)
+    state.see(
+        T0, member_of("trainer", "t0", running="a", epoch=1, trouble="it ended with 1, five times"), 1.0
+    )
     assert not state.fits(T0, state.jobs["a"])
     state.see(T0, member_of("trainer", "t0"), 2.0)
     assert not state.fits(T0, state.jobs["a"])

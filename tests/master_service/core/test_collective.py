@@ -1,4 +1,5 @@
-"""Jobs with the collective strategy, as the master decides them: who is a member, what is waited for, where lost parameters come from."""
+"""Jobs with the collective strategy, as the master decides them: who is a member, what is waited for, where
+lost parameters come from."""
 
 from __future__ import annotations
 
@@ -44,8 +45,11 @@ BROKEN = Holding(timeline=5, checkpoint="newest", error="part 0 is damaged")
 
 
 def members(says: dict[str, Holding | None], **more: object) -> Members:
-    """Trainers in order of arrival, with what each says that it has. `a` gave the parameters their first values."""
-    there = {name: member.model_copy(update={"holds": says[name]}) for name, member in trainers(*says).items()}
+    """Trainers in order of arrival, with what each says that it has. `a` gave the parameters their first
+    values."""
+    there = {
+        name: member.model_copy(update={"holds": says[name]}) for name, member in trainers(*says).items()
+    }
     return replace(Members(there, init_done=True, initialiser="a", layout_revision=10), **more)  # type: ignore[arg-type]
 
 
@@ -72,7 +76,9 @@ def named(decision: Decision[None], name: str) -> Event:
         (members({"a": None}), "waiting for a to say that it has the parameters"),
     ],
 )
-def test_a_job_waits_for_a_trainer_that_has_the_parameters_and_for_no_parameter_server(found: Members, reason: str):
+def test_a_job_waits_for_a_trainer_that_has_the_parameters_and_for_no_parameter_server(
+    found: Members, reason: str
+):
     decision = decide(WAITING, NOBODY, found)
     assert state_after(decision) == WAITING.model_copy(update={"reason": reason})
     assert decide(state_after(decision), NOBODY, found) == Decision(None)
@@ -91,7 +97,10 @@ def test_it_waits_for_min_members_that_have_the_parameters():
     waits = state_after(decide(WAITING, NOBODY, found, min_members=2))
     assert waits.reason == "waiting for 2 trainers that have the parameters (min_members), 1 of 2 have them"
     assert waits.phase is Phase.WAITING
-    assert state_after(decide(waits, NOBODY, members({"a": FIRST, "b": FIRST}), min_members=2)).phase is Phase.RUNNING
+    assert (
+        state_after(decide(waits, NOBODY, members({"a": FIRST, "b": FIRST}), min_members=2)).phase
+        is Phase.RUNNING
+    )
 
 
 def test_the_beginning_waits_a_moment_for_trainers_that_are_there_and_do_not_have_the_parameters_yet():
@@ -126,7 +135,11 @@ def test_a_dead_owner_makes_a_generation_and_its_lanes_go_to_the_others():
 
 
 def test_a_trainer_joins_once_it_has_the_parameters_of_this_timeline():
-    old, failed, other = Holding(timeline=3), Holding(timeline=0, error="no room"), Holding(timeline=0, checkpoint="x")
+    old, failed, other = (
+        Holding(timeline=3),
+        Holding(timeline=0, error="no room"),
+        Holding(timeline=0, checkpoint="x"),
+    )
     for says in (None, old, failed, other):
         assert decide(RUNNING, LISTED, members({"a": FIRST, "b": FIRST, "c": says})) == Decision(None)
     decision = decide(RUNNING, LISTED, members({"a": FIRST, "b": FIRST, "c": FIRST}))
@@ -171,7 +184,8 @@ def test_the_members_that_a_job_counts_on_are_its_trainers_also_with_a_slot_map_
 def test_a_trainer_that_cannot_write_checkpoints_is_told_once():
     fine = members({"a": FIRST})
     away = replace(
-        fine, trainers={"a": fine.trainers["a"].model_copy(update={"trouble": "disk full", "waits": "S3 is away"})}
+        fine,
+        trainers={"a": fine.trainers["a"].model_copy(update={"trouble": "disk full", "waits": "S3 is away"})},
     )
     assert storage_events(fine, away) == (
         Event("storage_away", "S3 is away", {"trainer": "a"}),
@@ -190,7 +204,10 @@ def test_a_trainer_that_cannot_write_checkpoints_is_told_once():
     [
         ({}, "all previous members have left: training continues from step 40"),
         ({"c": None}, "all previous members have left: training continues from step 40"),
-        ({"a": None, "b": Holding(timeline=3)}, "no trainer has the parameters any more: the job goes back to step 40"),
+        (
+            {"a": None, "b": Holding(timeline=3)},
+            "no trainer has the parameters any more: the job goes back to step 40",
+        ),
     ],
 )
 def test_without_anybody_who_has_the_parameters_the_job_goes_back_to_the_newest_checkpoint(
@@ -198,7 +215,12 @@ def test_without_anybody_who_has_the_parameters_the_job_goes_back_to_the_newest_
 ):
     decision = decide(RUNNING.model_copy(update={"stage": stage}), LISTED, members(says, latest=LATEST))
     back = state_after(decision)
-    assert (back.phase, back.timeline, back.checkpoint, back.reason) == (Phase.ROLLING_BACK, 5, "newest", cause)
+    assert (back.phase, back.timeline, back.checkpoint, back.reason) == (
+        Phase.ROLLING_BACK,
+        5,
+        "newest",
+        cause,
+    )
     assert decide(back, LISTED, members(says, latest=LATEST)) == Decision(None)
 
 
@@ -283,7 +305,10 @@ def test_a_rollback_that_takes_too_long_fails_the_job_and_names_the_storage_if_i
     failed = state_after(give_up_loading(two, BACK, loading))
     assert failed.reason == "1 of 2 trainers loaded the checkpoint within recovery_timeout_s 600, 2 must"
     assert failed.cause is FailureCause.MEMBERS
-    away = {name: member.model_copy(update={"waits": "no route to S3"}) for name, member in loading.trainers.items()}
+    away = {
+        name: member.model_copy(update={"waits": "no route to S3"})
+        for name, member in loading.trainers.items()
+    }
     failed = state_after(give_up_loading(two, BACK, replace(loading, trainers=away)))
     assert (failed.cause, failed.reason[-17:]) == (FailureCause.STORAGE, " (no route to S3)")
 
@@ -298,7 +323,8 @@ def test_a_job_that_changes_to_the_collective_strategy_goes_back_to_its_newest_c
 
 
 def test_a_collective_job_that_ended_while_it_went_back_and_gets_parameter_servers_gets_a_slot_map():
-    """They load by it. Seed 57111 of `tests.simulation --collective --drawn --moments --dispatch etcd`: they waited for it until the job failed."""
+    """They load by it. Seed 57111 of `tests.simulation --collective --drawn --moments --dispatch etcd`: they
+    waited for it until the job failed."""
     spec = SPEC.model_copy(update={"strategy": Strategy.PARAMETER_SERVER, "pservers": 2, "slot_count": 128})
     found = members({"c": None}, latest=LATEST)
     decision = reconcile(spec, BACK, TrainerList(), None, found)
@@ -312,7 +338,12 @@ def test_a_collective_job_that_ended_while_it_went_back_and_gets_parameter_serve
 
 HOLDINGS = st.sampled_from([None, FIRST, LOADED, BROKEN, Holding(timeline=5)])
 STATES = st.sampled_from(
-    [WAITING, RUNNING, BACK, RUNNING.model_copy(update={"generation": 6, "timeline": 5, "checkpoint": "newest"})]
+    [
+        WAITING,
+        RUNNING,
+        BACK,
+        RUNNING.model_copy(update={"generation": 6, "timeline": 5, "checkpoint": "newest"}),
+    ]
 )
 
 
@@ -376,7 +407,8 @@ def test_where_nobody_went_on_or_too_few_all_that_have_the_parameters_are_member
 
 
 def test_after_training_who_comes_back_does_not_go_on_without_those_that_went_on():
-    """It may lack the last steps, whose tasks are done: nobody would make them again, and what it has would be exported."""
+    """It may lack the last steps, whose tasks are done: nobody would make them again, and what it has would
+    be exported."""
     after = RUNNING.model_copy(update={"stage": Stage.EVALUATE})
     alone = decide(after, LISTED, members({"c": DOUBTED}, latest=LATEST))
     assert state_after(alone).phase is Phase.ROLLING_BACK

@@ -12,7 +12,9 @@ from master_service.core.queue.streams import Classes, Dealing, Streams, longest
 from trireme_shared.protocol.records import TaskKind
 
 
-def streams_of(files: tuple[int, ...], task_records: int, lanes: int, minibatch: int, **more: bool) -> Streams:
+def streams_of(
+    files: tuple[int, ...], task_records: int, lanes: int, minibatch: int, **more: bool
+) -> Streams:
     table = FileTable(tuple(TableFile(f"f{n}", count) for n, count in enumerate(files)), task_records)
     return Streams(TaskKind.TRAIN, table, lanes, 7, more.pop("shuffle", True), minibatch, **more)
 
@@ -30,7 +32,9 @@ def shares(streams: Streams, epoch: int) -> list[int]:
 
 def drawn(seed: int) -> Streams:
     rng = random.Random(seed)
-    files = tuple(rng.choice((0, 1, rng.randrange(400), rng.randrange(4000))) for _ in range(rng.randrange(1, 30)))
+    files = tuple(
+        rng.choice((0, 1, rng.randrange(400), rng.randrange(4000))) for _ in range(rng.randrange(1, 30))
+    )
     minibatch = rng.choice((1, 2, 8, 32))
     records = rng.choice((minibatch * rng.randrange(2, 17), rng.randrange(16, 600)))
     return streams_of((*files, 1), records, rng.choice((2, 4, 8, 64)), minibatch)
@@ -45,7 +49,8 @@ def test_each_task_stands_once_in_an_epoch_and_its_place_leads_back(seed):
         assert sorted(tasks) == list(range(streams.total))
         assert [order.position_of(task) for task in tasks] == list(range(streams.total))
         assert all(
-            streams.place(epoch, streams.at(epoch, lane, 0)) == (lane, 0) for lane in range(min(streams.total, 2))
+            streams.place(epoch, streams.at(epoch, lane, 0)) == (lane, 0)
+            for lane in range(min(streams.total, 2))
         )
 
 
@@ -63,7 +68,9 @@ def test_an_order_is_a_function_of_seed_and_epoch_and_short_tasks_do_not_stay_wh
     streams = streams_of((100, 30, 50, 70) * 8, 64, 4, 8)
     orders = [[streams.at(epoch, 0, index) for index in range(streams.length(0))] for epoch in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1]
-    rows = [{streams.place(epoch, str(task))[1] for epoch in range(12)} for task, _ in streams.table.short_tasks]
+    rows = [
+        {streams.place(epoch, str(task))[1] for epoch in range(12)} for task, _ in streams.table.short_tasks
+    ]
     assert min(map(len, rows)) > 3  # the ends of files are not always the last to be trained
 
 

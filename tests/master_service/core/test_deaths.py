@@ -1,4 +1,5 @@
-"""Deaths of processes count against the place at which they died; a deadly record is discarded, and chance discards nothing."""
+"""Deaths of processes count against the place at which they died; a deadly record is discarded, and chance
+discards nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ CAUSE = "trainer-0 crashed with SIGSEGV while it computed records 3-4 of x.npy"
 
 
 class Dying:
-    """A job whose only trainer dies and comes back under other names; decisions take effect at once, as TaskService takes them."""
+    """A job whose only trainer dies and comes back under other names; decisions take effect at once, as
+    TaskService takes them."""
 
     def __init__(self, count: int = 3, **values: Any) -> None:
         values = {"max_discarded_fraction": 1.0, **values}
@@ -194,7 +196,8 @@ def test_places_are_bounded_however_many_processes_die() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_processes_killed_at_random_discard_nothing(seed: int) -> None:
-    """Kills that hit each minibatch with a probability of 3 %, so two in a row at one place are common; every task is trained."""
+    """Kills that hit each minibatch with a probability of 3 %, so two in a row at one place are common; every
+    task is trained."""
     chance, job = random.Random(seed), Dying(count=40)
     kills = done = 0
     while job.job.training.epoch == 0:
@@ -212,7 +215,9 @@ def test_processes_killed_at_random_discard_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.SYNC, Mode.ASYNC])
-def test_a_silent_lane_loses_its_trainer_and_never_its_task_since_another_lane_may_be_what_hangs(mode: Mode) -> None:
+def test_a_silent_lane_loses_its_trainer_and_never_its_task_since_another_lane_may_be_what_hangs(
+    mode: Mode,
+) -> None:
     lanes = {"lanes": 2} if mode is Mode.SYNC else {}
     job = Dying(count=2, mode=mode, **lanes)
     stream = {"stream": 0} if mode is Mode.SYNC else {}

@@ -55,4 +55,6 @@ def test_positions_outside_are_refused() -> None:
 
 @given(n=st.integers(0, 500), streams=st.integers(1, 64))
 def test_stream_lengths_are_those_of_slices(n: int, streams: int) -> None:
-    assert [stream_length(n, streams, s) for s in range(streams)] == [len(range(n)[s::streams]) for s in range(streams)]
+    assert [stream_length(n, streams, s) for s in range(streams)] == [
+        len(range(n)[s::streams]) for s in range(streams)
+    ]

@@ -41,12 +41,16 @@ def ref(number: int, step: int = 0, timeline: int = 0) -> CheckpointRef:
 class Trained:
     """A job whose evaluations have 2 tasks of 4 records. `kept`: newest first."""
 
-    def __init__(self, *kept: CheckpointRef, keep_best: str | None = None, stop_early: str | None = None) -> None:
+    def __init__(
+        self, *kept: CheckpointRef, keep_best: str | None = None, stop_early: str | None = None
+    ) -> None:
         spec = JobSpec(
             job="j", script="s", storage="d", dataset=DATASET, evaluation_dataset=DATASET, evaluate_every=10, lanes=2,
             global_batch_size=4, records_per_task=4, max_task_failures=2, keep_best=keep_best, stop_early=stop_early,
         )  # fmt: skip
-        self.job = Job.open(spec, FileTable((TableFile("a.txt", 8),), 4), FileTable((TableFile("b.txt", 8),), 4))
+        self.job = Job.open(
+            spec, FileTable((TableFile("a.txt", 8),), 4), FileTable((TableFile("b.txt", 8),), 4)
+        )
         self.job.state = JobState(phase=Phase.RUNNING, generation=1)
         self.job.trainers = TrainerList(generation=1, lanes=2, names=("t1", "t2", "t3"))
         self.keep(*kept)
@@ -99,7 +103,10 @@ def test_an_evaluation_begins_with_its_checkpoint_and_gives_its_tasks_then_the_m
     assert trained.do(evaluation.begin(trained.job))
     assert not trained.do(evaluation.begin(trained.job))
     first, second = trained.ask("t1"), trained.ask("t2")
-    assert [task.task_id for task in (first, second) if isinstance(task, Task)] == ["validate-0", "validate-1"]
+    assert [task.task_id for task in (first, second) if isinstance(task, Task)] == [
+        "validate-0",
+        "validate-1",
+    ]
     assert trained.ask("t3") == "wait"
     trained.complete(second, "t2", right=2.5, records=4)
     trained.complete(first, right=1.5, records=4)
@@ -161,7 +168,9 @@ def test_a_rollback_forgets_what_came_after_its_checkpoint():
     trained.keep(ref(3), ref(2), ref(1))
     trained.do(evaluation.begin(trained.job))
     trained.ask()
-    trained.job.state = trained.job.state.model_copy(update={"generation": 8, "timeline": 7, "checkpoint": "u1"})
+    trained.job.state = trained.job.state.model_copy(
+        update={"generation": 8, "timeline": 7, "checkpoint": "u1"}
+    )
     trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
     status = trained.job.evaluation
     assert (status.timeline, status.settled, status.running) == (7, 1, None)
@@ -179,7 +188,8 @@ def test_a_metric_that_no_evaluation_reports_fails_the_job_and_names_those_that_
     state = trained.job.state
     assert (state.phase, state.cause) == (Phase.FAILED, FailureCause.SCRIPT)
     assert state.reason == (
-        f"{setting} is acuracy, and an evaluation has the metrics accuracy; name one of those, or have metrics(sums) in the script give it"
+        f"{setting} is acuracy, and an evaluation has the metrics accuracy; name one of those, or "
+        "have metrics(sums) in the script give it"
     )
 
 
@@ -227,7 +237,9 @@ def test_a_restore_of_a_later_checkpoint_brings_the_evaluations_before_it_back()
     trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
     trained.keep(ref(3), ref(1))
     trained.do(Decision(None, evaluation.rewind(trained.job, 35)))
-    assert trained.job.evaluation.settled == 1, "the checkpoint of the best one is not kept, so it is made again"
+    assert trained.job.evaluation.settled == 1, (
+        "the checkpoint of the best one is not kept, so it is made again"
+    )
 
 
 def test_a_rollback_forgets_evaluations_that_were_left_out_behind_its_checkpoint():
@@ -281,7 +293,12 @@ def test_training_ends_at_the_version_behind_the_evaluation_that_was_one_too_man
 def test_a_trainer_cannot_end_training_early_by_itself():
     trained = Trained(ref(1), stop_early="accuracy:max")
     ask = AcquireTask(
-        trainer="t1", request="s", generation=1, stream=0, epoch=1, stopped=(LanePosition(lane=0), LanePosition(lane=1))
+        trainer="t1",
+        request="s",
+        generation=1,
+        stream=0,
+        epoch=1,
+        stopped=(LanePosition(lane=0), LanePosition(lane=1)),
     )
     with pytest.raises(Conflict):
         tasks.close_epoch(trained.job, ask)

@@ -43,7 +43,9 @@ def test_ids_grow_by_one_and_the_newest_events_that_fit_are_kept(told: list[list
     found = kept.after(0, 1000)
     assert [event.event_id for event in found] == list(range(kept.oldest, kept.newest + 1))
     assert kept.newest == 7_000_000 + sum(map(len, told))
-    assert [event for value in stored.values() for event in EventChunk.model_validate_json(value).events] == found
+    assert [
+        event for value in stored.values() for event in EventChunk.model_validate_json(value).events
+    ] == found
     if told:
         assert len(found) <= max(20, len(told[-1]))
         assert sum(map(len, stored.values())) <= max(4000, len(next(reversed(stored.values()))))

@@ -66,7 +66,9 @@ def test_it_travels_as_json(counts, task_records):
     assert FileTable.from_map(json.loads(json.dumps(table.to_map()))) == table
 
 
-@pytest.mark.parametrize("value", [{}, {"format": 2}, {"format": 1, "task_records": 1, "files": [{"path": "a"}]}])
+@pytest.mark.parametrize(
+    "value", [{}, {"format": 2}, {"format": 1, "task_records": 1, "files": [{"path": "a"}]}]
+)
 def test_a_map_that_is_no_table_is_refused(value):
     with pytest.raises(ValueError):
         FileTable.from_map(value)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.decisions import cluster_jobs
-from master_service.core.state.cluster import ClusterState, DropSchedule, DropSource, PutJob, PutSchedule, PutSource
+from master_service.core.state.cluster import (
+    ClusterState,
+    DropSchedule,
+    DropSource,
+    PutJob,
+    PutSchedule,
+    PutSource,
+)
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import deleted, state_of
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound
@@ -195,7 +202,8 @@ def test_a_job_that_cannot_be_created_is_said_and_the_one_before_goes_on():
     state = state_of()
     created(state, concurrency="replace")
     (first,) = run(state, EIGHT + 60 * MINUTE)
-    state.apply(PutJob(state.jobs[first].model_copy(update={"job": "n-202701160900"})), 0.0)  # somebody took the name
+    # somebody took the name
+    state.apply(PutJob(state.jobs[first].model_copy(update={"job": "n-202701160900"})), 0.0)
     assert run(state, EIGHT + DAY + 60 * MINUTE) == []
     found = state.schedules["n"]
     assert "job n-202701160900 could not be created: job n-202701160900 exists already" in found.reason

@@ -1,4 +1,5 @@
-"""Pre- and post-tasks in the schedule: who runs which attempt, what its end means for the job, and whom they wait for."""
+"""Pre- and post-tasks in the schedule: who runs which attempt, what its end means for the job, and whom they
+wait for."""
 
 from __future__ import annotations
 
@@ -277,6 +278,12 @@ def test_a_start_is_one_transaction_and_an_end_is_written_before_the_member_is_t
 def test_a_task_is_a_command_or_a_function_by_its_form():
     assert JobTask.model_validate("pkg.mod:main").function == "pkg.mod:main"
     assert JobTask.model_validate("echo a:b").command == "echo a:b"
-    for bad in ({}, {"command": "x", "function": "a:b"}, {"function": "no function"}, {"command": "a\0b"}, ""):
+    for bad in (
+        {},
+        {"command": "x", "function": "a:b"},
+        {"function": "no function"},
+        {"command": "a\0b"},
+        "",
+    ):
         with pytest.raises(ValueError, match=r"give either|not of the form|null character"):
             JobTask.model_validate(bad)

@@ -38,7 +38,9 @@ def saved_after(minibatches: int) -> CheckpointLatest:
         (Mode.ASYNC, Members(latest=saved_after(1)), True),
     ],
 )
-def test_what_proves_a_step_to_a_leader_that_has_heard_of_no_metrics(mode: Mode, found: Members, stepped: bool) -> None:
+def test_what_proves_a_step_to_a_leader_that_has_heard_of_no_metrics(
+    mode: Mode, found: Members, stepped: bool
+) -> None:
     job = Job.open(spec_of(mode=mode), table_of(4), None)
     job.members = found
     for _ in range(2):

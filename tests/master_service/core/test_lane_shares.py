@@ -1,4 +1,5 @@
-"""Lanes follow the measured speed: every lane has one owner, steps get faster, and nothing moves for little."""
+"""Lanes follow the measured speed: every lane has one owner, steps get faster, and nothing moves for
+little."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def test_a_very_slow_trainer_gets_no_lane() -> None:
 
 
 @given(lanes=st.integers(3, 10).map(lambda k: 2**k), lane_s=st.lists(SECONDS, min_size=1, max_size=8))
-def test_aligned_shares_cost_little_time_and_no_trainer_its_last_lane(lanes: int, lane_s: list[float]) -> None:
+def test_aligned_shares_cost_little_time_and_no_trainer_its_last_lane(
+    lanes: int, lane_s: list[float]
+) -> None:
     shares = [share for share in cut(lanes, lane_s) if share]
     working = [seconds for seconds, share in zip(lane_s, cut(lanes, lane_s), strict=True) if share]
     fitted = aligned(shares, working)
@@ -110,7 +113,9 @@ def test_runs_are_short_where_many_trainers_have_the_same() -> None:
 @given(
     lanes=st.integers(0, 6).map(lambda k: 2**k),
     events=st.lists(
-        st.dictionaries(st.integers(0, 9), st.none() | SECONDS, min_size=1, max_size=10), min_size=1, max_size=6
+        st.dictionaries(st.integers(0, 9), st.none() | SECONDS, min_size=1, max_size=10),
+        min_size=1,
+        max_size=6,
     ),
 )
 def test_every_lane_has_one_owner_whoever_joins_leaves_or_is_slow(
@@ -144,11 +149,16 @@ def test_a_list_by_speed_is_worth_it_and_stays(lanes: int, lane_s: list[float]) 
 
 def test_lanes_leave_the_slow_one_and_come_back_when_it_is_fast_again() -> None:
     spec, names = sync_spec(16), ("a", "b", "c", "d")
-    job = job_of(spec, TrainerList(generation=1, lanes=16, names=names), dict.fromkeys(names, 1.0) | {"c": 5.0})
+    job = job_of(
+        spec, TrainerList(generation=1, lanes=16, names=names), dict.fromkeys(names, 1.0) | {"c": 5.0}
+    )
     decision = rebalance(job)
     job.trainers, job.state = list_after(decision), state_after(decision)
     assert [last - first for first, last in map(job.trainers.lanes_of, names)] == [5, 5, 1, 5]
-    assert decision.events[0].message == "lanes follow the measured speed: a step takes about 5 s instead of 20 s"
+    assert (
+        decision.events[0].message
+        == "lanes follow the measured speed: a step takes about 5 s instead of 20 s"
+    )
     job.speeds = Speeds()
     for name in names:
         job.speeds.note(name, 1.0, None, 1.0)
@@ -182,14 +192,18 @@ def replace_generation(listed: TrainerList, generation: int) -> TrainerList:
 def test_a_spare_takes_the_place_of_a_slow_owner_and_nobody_else_moves() -> None:
     names = ("a", "b", "c", "d", "spare")
     lane_s = {"a": 1.0, "b": 9.0, "c": 1.0, "d": 1.0}
-    moved = list_after(rebalance(job_of(sync_spec(4), TrainerList(generation=1, lanes=4, names=names), lane_s)))
+    moved = list_after(
+        rebalance(job_of(sync_spec(4), TrainerList(generation=1, lanes=4, names=names), lane_s))
+    )
     assert moved.names == ("a", "spare", "c", "d", "b")
     assert_covered_once(moved, 4)
 
 
 def test_lane_zero_goes_to_a_trainer_that_is_not_slow() -> None:
     names, lane_s = ("slow", "b", "c", "d"), {"slow": 5.0, "b": 1.0, "c": 1.0, "d": 1.0}
-    moved = list_after(rebalance(job_of(sync_spec(16), TrainerList(generation=1, lanes=16, names=names), lane_s)))
+    moved = list_after(
+        rebalance(job_of(sync_spec(16), TrainerList(generation=1, lanes=16, names=names), lane_s))
+    )
     assert moved.names == ("b", "c", "d", "slow")
     assert moved.lanes_of("slow") == (15, 16)
 
@@ -255,8 +269,9 @@ def test_a_thousand_trainers_are_cut_again_at_once() -> None:
 
 
 def moves_of_equal_trainers(rebalance_s: float) -> int:
-    """How often lanes move in two minutes between trainers that are equally fast, but whose lanes vary. As a trainer does, each reports
-    every second the median of its last 16 lanes, of which it computes four a second."""
+    """How often lanes move in two minutes between trainers that are equally fast, but whose lanes vary. As a
+    trainer does, each reports every second the median of its last 16 lanes, of which it computes four a
+    second."""
     rng, names, moves = random.Random(5), ("a", "b", "c", "d"), 0
     job = job_of(sync_spec(16), TrainerList(generation=1, lanes=16, names=names), {})
     kept = {name: deque((rng.lognormvariate(0, 0.6) for _ in range(16)), maxlen=16) for name in names}

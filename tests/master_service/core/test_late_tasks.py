@@ -1,4 +1,5 @@
-"""Late tasks near the end of an epoch are given twice: the first end counts, and the other trainer is told."""
+"""Late tasks near the end of an epoch are given twice: the first end counts, and the other trainer is
+told."""
 
 from __future__ import annotations
 
@@ -213,7 +214,10 @@ def test_a_task_is_given_to_two_at_a_time_and_no_more(scene: Scene) -> None:
     assert scene.later(2.5) == 1, "the helper is late too"
     third = scene.take("third")
     assert third is not None
-    assert [each.trainer for each in scene.job.training.pending[late.task_id].record.attempts] == ["third", "fast"]
+    assert [each.trainer for each in scene.job.training.pending[late.task_id].record.attempts] == [
+        "third",
+        "fast",
+    ]
     with pytest.raises(StaleAttempt):
         scene.complete("slow", late)
     assert scene.complete("fast", again)

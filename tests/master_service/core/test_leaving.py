@@ -45,7 +45,9 @@ def test_a_trainer_that_was_told_to_leave_is_not_called_gone() -> None:
     assert reason_after(replace(whole("b"), left=("c",))) == "a is gone"
 
 
-@pytest.mark.parametrize("registered", [(0,), (0, 1)], ids=["its index is free", "its successor has its index"])
+@pytest.mark.parametrize(
+    "registered", [(0,), (0, 1)], ids=["its index is free", "its successor has its index"]
+)
 def test_a_parameter_server_that_was_told_to_leave_is_not_called_lost(registered: tuple[int, ...]) -> None:
     members = Members(
         trainers("a", "b"),
@@ -64,18 +66,30 @@ def test_a_job_without_any_member_of_before_continues_and_says_that_they_have_en
     assert reason_after(nobody) == ended
     new = replace(nobody, trainers=trainers("c"), pservers=pservers(0, 1), pserver_revisions={0: 98, 1: 99})
     assert reason_after(new) == ended
-    assert reason_after(replace(new, trainers=trainers("a"))).startswith("pserver-0 was replaced by an empty one")
-    assert reason_after(replace(nobody, pservers=pservers(0), pserver_revisions={0: 5})).startswith("pserver-1 is gone")
+    assert reason_after(replace(new, trainers=trainers("a"))).startswith(
+        "pserver-0 was replaced by an empty one"
+    )
+    assert reason_after(replace(nobody, pservers=pservers(0), pserver_revisions={0: 5})).startswith(
+        "pserver-1 is gone"
+    )
 
 
 def test_an_asynchronous_job_goes_on_without_the_one_that_left_until_its_successor_has_loaded() -> None:
     spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128, checkpoint_kind="coordinated")
     members = Members(
-        trainers("a", "b"), pservers(0), {0: 5}, layout_revision=10, init_done=True, latest=LATEST, left=("pserver-1",)
+        trainers("a", "b"),
+        pservers(0),
+        {0: 5},
+        layout_revision=10,
+        init_done=True,
+        latest=LATEST,
+        left=("pserver-1",),
     )
     state = state_after(reconcile(spec, RUNNING, TRAINERS, SLOTS, members))
     assert (state.phase, state.absent) == (Phase.RUNNING, (1,))
-    assert state.reason == ("pserver-1 left, as asked; its successor loads its newest checkpoint, the others go on")
+    assert state.reason == (
+        "pserver-1 left, as asked; its successor loads its newest checkpoint, the others go on"
+    )
 
 
 async def test_a_key_says_that_its_holder_was_told_to_leave_before_it_vanishes() -> None:

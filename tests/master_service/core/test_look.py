@@ -20,7 +20,13 @@ def job() -> Job:
 
 
 def ask(
-    trainer: str = "helper", index: int = 0, epoch: int = 0, *, look: bool = True, generation: int = 1, lane: int = 1
+    trainer: str = "helper",
+    index: int = 0,
+    epoch: int = 0,
+    *,
+    look: bool = True,
+    generation: int = 1,
+    lane: int = 1,
 ):
     return AcquireTask(
         trainer=trainer,

@@ -109,8 +109,12 @@ def test_it_is_not_needed_where_training_ends_before_that_evaluation():
     assert not recovery.is_evaluation_lost(trained.job)
 
 
-@pytest.mark.parametrize(("error_type", "goes_back"), [("CHECKPOINT_UNUSABLE", True), ("STORAGE_UNREACHABLE", False)])
-def test_a_damaged_checkpoint_is_made_again_and_a_storage_that_is_away_is_not_waited_for(error_type, goes_back):
+@pytest.mark.parametrize(
+    ("error_type", "goes_back"), [("CHECKPOINT_UNUSABLE", True), ("STORAGE_UNREACHABLE", False)]
+)
+def test_a_damaged_checkpoint_is_made_again_and_a_storage_that_is_away_is_not_waited_for(
+    error_type, goes_back
+):
     trained = Trained(ref(10), ref(7), keep_best=BEST)
     trained.do(evaluation.begin(trained.job))
     failure = UserFailure(error_type=error_type, message="changed")
@@ -136,4 +140,6 @@ def test_the_checkpoint_to_go_back_to_is_the_newest_before_that_version_and_whol
     assert way_back(spec, 1, kept, kept[0], {ref(10).uuid}) == ref(7)
     assert way_back(spec, 1, kept[:2], kept[0], ()) is None
     unmarked = ref(7).model_copy(update={"evaluated_before": None})
-    assert way_back(spec, 1, [unmarked], unmarked, ()) is None, "nobody knows which evaluations it has before it"
+    assert way_back(spec, 1, [unmarked], unmarked, ()) is None, (
+        "nobody knows which evaluations it has before it"
+    )

@@ -1,4 +1,5 @@
-"""What a master decides does not take longer when there are many tasks: a look at all of them would not end within a test's limit."""
+"""What a master decides does not take longer when there are many tasks: a look at all of them would not end
+within a test's limit."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def back_at(index: int, epoch: int = 0) -> RequeuedTask:
 
 
 def job_of(files: tuple[int, ...], task_records: int = TASK_RECORDS, seed: int = 0) -> Job:
-    spec = spec_of(epochs=EPOCHS, records_per_task=task_records, global_batch_size=MINIBATCH, seed=seed, lanes=1)
+    spec = spec_of(
+        epochs=EPOCHS, records_per_task=task_records, global_batch_size=MINIBATCH, seed=seed, lanes=1
+    )
     return Job.open(
         spec, FileTable(tuple(TableFile(f"{n}", count) for n, count in enumerate(files)), task_records), None
     )
@@ -55,7 +58,8 @@ def counted_one_by_one(job: Job, cut: CutQueue, positions: Mapping[str, int]) ->
 @given(data=st.data())
 def test_what_was_done_since_a_cut_is_the_sum_over_all_tasks(data: st.DataObject) -> None:
     job = job_of(
-        tuple(data.draw(st.lists(st.integers(1, 23), min_size=1, max_size=4))), seed=data.draw(st.integers(0, 9))
+        tuple(data.draw(st.lists(st.integers(1, 23), min_size=1, max_size=4))),
+        seed=data.draw(st.integers(0, 9)),
     )
     queue = job.training
     total = queue.total
@@ -65,7 +69,9 @@ def test_what_was_done_since_a_cut_is_the_sum_over_all_tasks(data: st.DataObject
     least = cut_cursor if queue.epoch == cut_epoch else 0
     cursor = data.draw(st.integers(least, total)) if queue.epoch < EPOCHS else 0
     queue.apply(PutCursor("0", cursor), 0.0)
-    now = [queue.streams.at(queue.current, 0, index) for index in range(cursor)] if queue.epoch < EPOCHS else []
+    now = (
+        [queue.streams.at(queue.current, 0, index) for index in range(cursor)] if queue.epoch < EPOCHS else []
+    )
     for place, task_id in enumerate(now):
         match data.draw(st.sampled_from(["done", "done", "pending", "requeued", "discarded"])):
             case "pending":
@@ -83,7 +89,9 @@ def test_what_was_done_since_a_cut_is_the_sum_over_all_tasks(data: st.DataObject
             case "requeued":
                 queue.apply(PutRequeued(task_id, back_at(place, queue.epoch)), 0.0)
             case "discarded":
-                lost = DiscardedTask(attempts=1, failures=3, cause="c", epoch=queue.epoch, stream="0", index=place)
+                lost = DiscardedTask(
+                    attempts=1, failures=3, cause="c", epoch=queue.epoch, stream="0", index=place
+                )
                 queue.apply(PutDiscarded(task_id, lost, queue.streams.records_of(task_id)), 0.0)
     before = [queue.streams.at(cut_epoch, 0, index) for index in range(cut_cursor)]
     opened = data.draw(st.lists(st.sampled_from(before), unique=True)) if before else []

@@ -106,7 +106,9 @@ def test_a_job_waits_and_says_for_what() -> None:
 
 
 def test_the_slot_map_is_written_once_when_all_pservers_are_there() -> None:
-    decision = reconcile(SPEC, JobState(reason="waiting for a trainer"), NOBODY, None, Members(pservers=pservers(0, 1)))
+    decision = reconcile(
+        SPEC, JobState(reason="waiting for a trainer"), NOBODY, None, Members(pservers=pservers(0, 1))
+    )
     assert decision.changes == (SLOTS,)
     assert (
         reconcile(
@@ -125,9 +127,15 @@ def test_an_initialised_job_with_a_trainer_runs_in_generation_one() -> None:
 
 @pytest.mark.parametrize(
     ("present", "reason"),
-    [(("a", "b", "c"), "c joined"), (("b",), "a is gone"), ((), "a is gone; b is gone; waiting for a trainer")],
+    [
+        (("a", "b", "c"), "c joined"),
+        (("b",), "a is gone"),
+        ((), "a is gone; b is gone; waiting for a trainer"),
+    ],
 )
-def test_every_join_and_death_is_a_new_generation_with_its_lanes(present: tuple[str, ...], reason: str) -> None:
+def test_every_join_and_death_is_a_new_generation_with_its_lanes(
+    present: tuple[str, ...], reason: str
+) -> None:
     decision = reconcile(SPEC, RUNNING, TRAINERS, SLOTS, whole(*present))
     state = state_after(decision)
     trainers = list_after(decision)
@@ -152,7 +160,9 @@ def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
     ids=["gone", "replaced by an empty one"],
 )
 @pytest.mark.parametrize("kind", ["coordinated", "independent"])
-def test_parameters_lost_before_any_checkpoint_start_an_asynchronous_job_over(members: Members, kind: str) -> None:
+def test_parameters_lost_before_any_checkpoint_start_an_asynchronous_job_over(
+    members: Members, kind: str
+) -> None:
     spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128, checkpoint_kind=kind)
     assert reconcile(spec, RUNNING, ALONE, SLOTS, members) == Decision(None)
     assert [member.index for member in survivors(spec, RUNNING, SLOTS, members)] == [0], "it leaves first"
@@ -161,7 +171,10 @@ def test_parameters_lost_before_any_checkpoint_start_an_asynchronous_job_over(me
     left = replace(members, pservers=pservers(0, 1), pserver_revisions={0: 12, 1: 11})
     state = state_after(reconcile(spec, RUNNING, ALONE, SLOTS, left))
     assert (state.phase, state.timeline) == (Phase.WAITING, 5)
-    assert state.reason == "pserver-0 was replaced by an empty one and no checkpoint exists yet: training starts over"
+    assert (
+        state.reason
+        == "pserver-0 was replaced by an empty one and no checkpoint exists yet: training starts over"
+    )
 
 
 def test_independent_checkpoints_of_others_do_not_bring_lost_parameters_back() -> None:
@@ -175,12 +188,17 @@ def test_independent_checkpoints_of_others_do_not_bring_lost_parameters_back() -
 
 
 @pytest.mark.parametrize("error", ["", "no checkpoint of pserver-1 is left: 1 cannot be used: …"])
-def test_a_parameter_server_that_came_back_in_vain_takes_part_when_training_has_started_over(error: str) -> None:
-    """It was initialised like the others, and its answer to the loss is of another timeline: the job started over for ever."""
+def test_a_parameter_server_that_came_back_in_vain_takes_part_when_training_has_started_over(
+    error: str,
+) -> None:
+    """It was initialised like the others, and its answer to the loss is of another timeline: the job started
+    over for ever."""
     spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128)
     said = Restored(timeline=0, checkpoint="", error=error, rejoined=True)
     came = {1: pservers(1)[1].model_copy(update={"restored": said})}
-    members = Members(trainers("a"), {**pservers(0), **came}, {0: 12, 1: 11}, layout_revision=10, init_done=True)
+    members = Members(
+        trainers("a"), {**pservers(0), **came}, {0: 12, 1: 11}, layout_revision=10, init_done=True
+    )
     over = state_after(reconcile(spec, RUNNING, ALONE, SLOTS, members))
     assert (over.phase, over.timeline) == (Phase.WAITING, 5)
     again = replace(members, layout_revision=20)
@@ -243,7 +261,11 @@ def test_after_the_first_step_a_failure_inside_a_task_does_not_count_against_the
     budget = FailureBudget(allowed=3, started=True)
     assert [spend(budget, NO, in_task=True) for _ in range(20)] == [""] * 20
     outside = [spend(budget, NO, in_task=False) for _ in range(3)]
-    assert outside == ["", "", "3 failures of the user's code (max_user_failures 3), the last: ValueError: no"]
+    assert outside == [
+        "",
+        "",
+        "3 failures of the user's code (max_user_failures 3), the last: ValueError: no",
+    ]
 
 
 def test_what_is_kept_of_the_budget_stays_small_whatever_the_errors_are() -> None:
@@ -263,7 +285,9 @@ def test_a_job_that_is_over_spends_nothing_more() -> None:
 
 
 def batch(step: int, epoch: int, loss_sum: float, records: int) -> MetricBatch:
-    return MetricBatch(trainer="a", steps=(StepMetrics(step=step, epoch=epoch, loss_sum=loss_sum, records=records),))
+    return MetricBatch(
+        trainer="a", steps=(StepMetrics(step=step, epoch=epoch, loss_sum=loss_sum, records=records),)
+    )
 
 
 def test_shares_of_a_step_add_up_and_rates_look_at_the_last_seconds() -> None:
@@ -293,7 +317,11 @@ def test_a_pserver_that_cannot_write_checkpoints_is_an_event_once_and_when_it_is
 
     nobody = Members()
     [event] = storage_events(nobody, seen("no room for step 2"))
-    assert (event.name, event.message, event.fields) == ("checkpoint_failed", "no room for step 2", {"pserver": 1})
+    assert (event.name, event.message, event.fields) == (
+        "checkpoint_failed",
+        "no room for step 2",
+        {"pserver": 1},
+    )
     assert storage_events(seen("no room for step 2"), seen("no room for step 2")) == ()
     assert storage_events(nobody, seen("")) == ()
     [event] = storage_events(seen("no room for step 2"), seen(""))
@@ -303,10 +331,16 @@ def test_a_pserver_that_cannot_write_checkpoints_is_an_event_once_and_when_it_is
 
 def test_a_pserver_that_waits_for_its_storage_is_an_event_once():
     def seen(waits):
-        return Members(pservers={1: PserverMember(index=1, url="u", incarnation="i", host="h", pid=1, waits=waits)})
+        return Members(
+            pservers={1: PserverMember(index=1, url="u", incarnation="i", host="h", pid=1, waits=waits)}
+        )
 
     [event] = storage_events(seen(""), seen("no answer from http://s3"))
-    assert (event.name, event.message, event.fields) == ("storage_away", "no answer from http://s3", {"pserver": 1})
+    assert (event.name, event.message, event.fields) == (
+        "storage_away",
+        "no answer from http://s3",
+        {"pserver": 1},
+    )
     assert storage_events(seen("no answer from http://s3"), seen("still none")) == ()
     assert storage_events(seen("no answer from http://s3"), seen("")) == ()
 

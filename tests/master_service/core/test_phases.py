@@ -53,7 +53,9 @@ def test_the_error_says_where_the_event_is_possible():
 
 
 def test_a_timeline_that_begins_forgets_who_was_gone():
-    state = JobState(phase=Phase.RUNNING, generation=7, absent=(1,), mended=6, mends={"1": "a"}, joined={"2": "b"})
+    state = JobState(
+        phase=Phase.RUNNING, generation=7, absent=(1,), mended=6, mends={"1": "a"}, joined={"2": "b"}
+    )
     back = phases.rolling_back(state, "uuid", "why")
     assert (back.generation, back.timeline, back.checkpoint) == (8, 8, "uuid")
     assert (back.absent, back.mended, back.mends, back.joined) == ((), 0, {}, {})

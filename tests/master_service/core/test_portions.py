@@ -1,4 +1,5 @@
-"""A schedule that takes several transactions: all of it is written and told once, and nothing that changed meanwhile is undone."""
+"""A schedule that takes several transactions: all of it is written and told once, and nothing that changed
+meanwhile is undone."""
 
 from __future__ import annotations
 

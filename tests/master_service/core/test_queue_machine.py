@@ -1,6 +1,7 @@
 """Random histories of the queue, with the job written to keys and read back by new masters at any point.
 
-The model is a set of (epoch, task) that were finished or discarded; the machine is the product's job, store and keys.
+The model is a set of (epoch, task) that were finished or discarded; the machine is the product's job, store
+and keys.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Machine(RuleBasedStateMachine):
     def put_state(self, trainers: tuple[str, ...]) -> None:
         self.job.state = state = self.job.state.model_copy(update={"phase": Phase.RUNNING, "generation": 1})
         lanes = self.mode is Mode.SYNC
-        self.job.trainers = TrainerList(generation=1, lanes=2 * lanes, names=trainers[:1] if lanes else trainers)
+        self.job.trainers = TrainerList(
+            generation=1, lanes=2 * lanes, names=trainers[:1] if lanes else trainers
+        )
         self.keys[KEYS.state] = state.to_bytes()
         self.keys[KEYS.task_meta] = self.job.meta.to_bytes()
         self.keys[KEYS.trainer_list] = self.job.trainers.to_bytes()
@@ -178,7 +181,8 @@ class Machine(RuleBasedStateMachine):
 
 
 class SharedStream(Machine):
-    """Asynchronous training: every task of an epoch is reported finished exactly once, or is discarded, also if it was given twice."""
+    """Asynchronous training: every task of an epoch is reported finished exactly once, or is discarded, also
+    if it was given twice."""
 
     @rule()
     def what_is_under_way_is_late(self) -> None:
@@ -263,7 +267,8 @@ class SharedStream(Machine):
 
 
 class Lanes(Machine):
-    """Synchronous training: each lane walks its stream; reports may be lost, the walk itself proves what is committed."""
+    """Synchronous training: each lane walks its stream; reports may be lost, the walk itself proves what is
+    committed."""
 
     mode = Mode.SYNC
 
@@ -298,7 +303,8 @@ class Lanes(Machine):
                 others = [at for other, at in enumerate(self.at) if other != lane]
                 lengths = [self.job.training.streams.length(other) for other in range(2) if other != lane]
                 if all(
-                    e > epoch or (e == epoch and i >= length) for (e, i), length in zip(others, lengths, strict=True)
+                    e > epoch or (e == epoch and i >= length)
+                    for (e, i), length in zip(others, lengths, strict=True)
                 ):
                     self.at[lane] = (epoch + 1, 0)
             case answer:

@@ -1,4 +1,5 @@
-"""The decisions about a resize, as values: who may ask, when what follows, and what a death or a cancellation leaves behind."""
+"""The decisions about a resize, as values: who may ask, when what follows, and what a death or a cancellation
+leaves behind."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from trireme_shared.protocol.errors import Conflict, InvalidArgument, TriremeErr
 from trireme_shared.protocol.records import Dispatch, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from trireme_shared.protocol.records.assignments import GivenNumbers, Handed, Migration, spread
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
-from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, RowInit, RowOptimizer, Segment, TableSpec
+from trireme_shared.protocol.records.layout import (
+    Layout,
+    OptimizerSpec,
+    RowInit,
+    RowOptimizer,
+    Segment,
+    TableSpec,
+)
 from trireme_shared.protocol.records.operations import (
     Operation,
     OperationKind,
@@ -134,7 +142,9 @@ def test_groups_grow_with_what_a_source_has_to_send(monkeypatch: pytest.MonkeyPa
         (("RMSprop", {"centered": True, "momentum": 0.1}), 3),
     ],
 )
-def test_the_optimizers_tensors_are_known_from_its_options(fields: tuple[str, dict[str, object]], states: int) -> None:
+def test_the_optimizers_tensors_are_known_from_its_options(
+    fields: tuple[str, dict[str, object]], states: int
+) -> None:
     name, options = fields
     assert placement.states_of(OptimizerSpec(name=name, defaults=options, groups=({},)), 0) == states
 
@@ -222,7 +232,11 @@ def test_slots_move_once_the_target_has_everything_and_the_job_is_committed_once
         hand_over(job, index, groups=mine, forgotten=len(mine), bytes=100, longest_pause_s=0.01 * index)
     step(job)
     done = job.operations.records["op-1"]
-    assert (done.state, progress(job).phase, job.migration) == (OperationState.DONE, ResizePhase.COMMITTED, None)
+    assert (done.state, progress(job).phase, job.migration) == (
+        OperationState.DONE,
+        ResizePhase.COMMITTED,
+        None,
+    )
     assert progress(job).bytes_moved == 100 * len(sources)
 
 
@@ -299,7 +313,11 @@ def test_a_resize_that_is_too_late_ends_and_says_what_it_waited_for() -> None:
     step(job)
     changes = take(job, operations.tick(job, 61.0, STAMP))
     done = job.operations.records["op-1"]
-    assert (done.state, progress(job).phase, job.spec.pservers) == (OperationState.FAILED, ResizePhase.FAILED, 2)
+    assert (done.state, progress(job).phase, job.spec.pservers) == (
+        OperationState.FAILED,
+        ResizePhase.FAILED,
+        2,
+    )
     assert "1 of 3 parameter servers to register" in done.reason
     assert DesirePservers(2) in changes
 
@@ -376,7 +394,8 @@ def with_tables(job: Job, mode: Mode = Mode.SYNC) -> Job:
 def test_groups_of_slots_are_planned_with_the_rows_that_parameter_servers_tell_of(mode: Mode) -> None:
     job = with_tables(job_of(), mode)
     without = resize.predict(job, resize.wanted(job, None, 3, Strategy.LIVE))
-    assert without.bytes == 65536 * (3 if mode is Mode.ASYNC else 4) // 4  # of its blocks: those have one version
+    # of its blocks: those have one version
+    assert without.bytes == 65536 * (3 if mode is Mode.ASYNC else 4) // 4
     for index, size in ((0, 64 << 20), (1, 32 << 20)):
         member = job.members.pservers[index].model_copy(update={"rows_bytes": size})
         job.members = replace(job.members, pservers={**job.members.pservers, index: member})

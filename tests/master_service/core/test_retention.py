@@ -19,7 +19,12 @@ def ended(name: str, seconds_ago: float, standing: Standing = Standing.COMPLETED
 
 
 def test_jobs_go_once_their_retention_is_over_the_longest_ended_first():
-    jobs = [ended("a", 100, Standing.FAILED), ended("b", 50), ended("c", 200, Standing.CANCELLED), active("d")]
+    jobs = [
+        ended("a", 100, Standing.FAILED),
+        ended("b", 50),
+        ended("c", 200, Standing.CANCELLED),
+        active("d"),
+    ]
     state = state_of(*jobs, job_of("e"), job_of("f", standing=Standing.PAUSED))
     assert due_for_deletion(state, WALL, 60.0) == ["c", "a"]
     assert due_for_deletion(state, WALL, 10.0) == ["c", "a", "b"]

@@ -1,4 +1,5 @@
-"""Rollbacks as the master decides them: which checkpoint, the queue restored, and what happens to old reports."""
+"""Rollbacks as the master decides them: which checkpoint, the queue restored, and what happens to old
+reports."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ LATEST = CheckpointLatest(
 
 
 def members_of(
-    *indexes: int, latest: CheckpointLatest | None = LATEST, restored: dict[int, Restored] | None = None, new: int = -1
+    *indexes: int,
+    latest: CheckpointLatest | None = LATEST,
+    restored: dict[int, Restored] | None = None,
+    new: int = -1,
 ) -> Members:
     """`new`: the index of a pserver that came after the parameters were initialised."""
     found: dict[int, PserverMember] = {
@@ -83,12 +87,22 @@ def event_of(decision: Decision[None], name: str) -> Event:
 @pytest.mark.parametrize("stage", [Stage.TRAIN, Stage.EVALUATE, Stage.EXPORT])
 @pytest.mark.parametrize(
     ("members", "cause"),
-    [(members_of(0), "pserver-1 is gone"), (members_of(0, 1, new=1), "pserver-1 was replaced by an empty one")],
+    [
+        (members_of(0), "pserver-1 is gone"),
+        (members_of(0, 1, new=1), "pserver-1 was replaced by an empty one"),
+    ],
 )
-def test_lost_parameters_take_the_job_back_to_the_newest_checkpoint(stage: Stage, members: Members, cause: str) -> None:
+def test_lost_parameters_take_the_job_back_to_the_newest_checkpoint(
+    stage: Stage, members: Members, cause: str
+) -> None:
     decision = reconcile(SPEC, RUNNING.model_copy(update={"stage": stage}), TRAINERS, SLOTS, members)
     state = state_after(decision)
-    assert (state.phase, state.generation, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 5, 5, "newest")
+    assert (state.phase, state.generation, state.timeline, state.checkpoint) == (
+        Phase.ROLLING_BACK,
+        5,
+        5,
+        "newest",
+    )
     assert state.reason == f"{cause}: the job goes back to step 40"
     assert event_of(decision, "rolling_back").fields["step"] == 40
     assert reconcile(SPEC, state, TRAINERS, SLOTS, members) == Decision(None)
@@ -119,30 +133,44 @@ def test_a_checkpoint_that_was_deleted_when_a_newer_one_came_is_not_damaged_the_
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "superseded"}
     )
     answers = {
-        index: said.model_copy(update={"superseded": True}) for index, said in said(5, "not kept", "superseded").items()
+        index: said.model_copy(update={"superseded": True})
+        for index, said in said(5, "not kept", "superseded").items()
     }
     decision = reconcile(SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=answers))
     again = state_after(decision)
-    assert (again.phase, again.timeline, again.checkpoint, again.damaged) == (Phase.ROLLING_BACK, 6, "newest", ())
+    assert (again.phase, again.timeline, again.checkpoint, again.damaged) == (
+        Phase.ROLLING_BACK,
+        6,
+        "newest",
+        (),
+    )
     old_view = LATEST.model_copy(update={"kept": (NEWEST.model_copy(update={"uuid": "superseded"}),)})
     late = members_of(0, 1, restored=answers, latest=old_view)
-    assert reconcile(SPEC, back, TRAINERS, SLOTS, late) == Decision(None), "its watch will bring what the pserver saw"
+    assert reconcile(SPEC, back, TRAINERS, SLOTS, late) == Decision(None), (
+        "its watch will bring what the pserver saw"
+    )
 
 
 def test_a_checkpoint_that_cannot_be_used_is_followed_by_the_one_before_it_with_a_warning() -> None:
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "newest"}
     )
-    decision = reconcile(SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another checksum")))
+    decision = reconcile(
+        SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another checksum"))
+    )
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 6, "older")
     assert event_of(decision, "checkpoint_unusable").message == "pserver-0: part 1 has another checksum"
     last = reconcile(SPEC, state, TRAINERS, SLOTS, members_of(0, 1, restored=said(6, "it is gone", "older")))
     assert state_after(last).phase is Phase.FAILED
-    assert state_after(last).reason.startswith("no checkpoint is left that could be loaded; the last one tried: ")
+    assert state_after(last).reason.startswith(
+        "no checkpoint is left that could be loaded; the last one tried: "
+    )
 
 
-def test_initial_parameters_that_cannot_be_loaded_are_made_again_once_every_pserver_has_dropped_what_it_has() -> None:
+def test_initial_parameters_that_cannot_be_loaded_are_made_again_once_every_pserver_has_dropped_what_it_has() -> (
+    None
+):
     first = CheckpointRef(uuid="first", step=0, timeline=0, manifest="m")
     latest = LATEST.model_copy(update={"uuid": "first", "step": 0, "kept": (first,)})
     back = RUNNING.model_copy(
@@ -156,14 +184,20 @@ def test_initial_parameters_that_cannot_be_loaded_are_made_again_once_every_pser
     assert event_of(decision, "checkpoint_unusable").message == "pserver-1: it is truncated"
     for restored in (half, {0: said(6, "", "")[0]}, {0: said(6, "", "")[0], 1: half[1]}):
         waiting = members_of(0, 1, latest=latest, restored=restored)
-        assert reconcile(SPEC, dropping, TRAINERS, SLOTS, waiting) == Decision(None), "one may still serve what it has"
-    over = reconcile(SPEC, dropping, TRAINERS, SLOTS, members_of(0, 1, latest=latest, restored=said(6, "", "")))
+        assert reconcile(SPEC, dropping, TRAINERS, SLOTS, waiting) == Decision(None), (
+            "one may still serve what it has"
+        )
+    over = reconcile(
+        SPEC, dropping, TRAINERS, SLOTS, members_of(0, 1, latest=latest, restored=said(6, "", ""))
+    )
     begun = state_after(over)
     assert (begun.phase, begun.stage, begun.timeline, begun.checkpoint) == (Phase.WAITING, Stage.TRAIN, 7, "")
     assert {ForgetParameters(), NextEpoch(0)} <= set(over.changes[1:3] + over.changes[-1:])
     asynchronous = SPEC.model_copy(update={"mode": Mode.ASYNC})
     failed = reconcile(asynchronous, back, TRAINERS, SLOTS, members_of(0, 1, latest=latest, restored=half))
-    assert state_after(failed).phase is Phase.FAILED, "its checkpoints are numbered: the first one may hold training"
+    assert state_after(failed).phase is Phase.FAILED, (
+        "its checkpoints are numbered: the first one may hold training"
+    )
 
 
 def test_a_checkpoint_that_was_deleted_as_the_roll_back_began_is_followed_by_the_newest_one() -> None:
@@ -186,7 +220,9 @@ def test_an_old_error_does_not_count_in_a_newer_timeline() -> None:
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 6, "timeline": 6, "checkpoint": "older"}
     )
-    assert reconcile(SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=said(5, "damaged"))) == Decision(None)
+    assert reconcile(SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=said(5, "damaged"))) == Decision(
+        None
+    )
 
 
 def test_without_any_checkpoint_pservers_that_hold_parameters_leave_and_training_starts_over() -> None:
@@ -195,14 +231,21 @@ def test_without_any_checkpoint_pservers_that_hold_parameters_leave_and_training
     assert [member.index for member in recovery.survivors(SPEC, RUNNING, SLOTS, alone)] == [0]
     decision = reconcile(SPEC, RUNNING, TRAINERS, SLOTS, members_of(latest=None))
     state = state_after(decision)
-    assert (state.phase, state.timeline, state.checkpoint, list_after(decision).names) == (Phase.WAITING, 5, "", ())
+    assert (state.phase, state.timeline, state.checkpoint, list_after(decision).names) == (
+        Phase.WAITING,
+        5,
+        "",
+        (),
+    )
     assert event_of(decision, "started_over").message == state.reason
 
 
 @pytest.mark.parametrize(("serving", "wanted"), [(3, 2), (1, 2), (2, 2)])
-def test_a_job_that_starts_over_in_a_resize_has_the_parameter_servers_that_the_resize_asked_for(serving, wanted):
-    """Trainers initialise them once as many are there as etcd says, and all have slots: a map of other numbers was waited for
-    for ever."""
+def test_a_job_that_starts_over_in_a_resize_has_the_parameter_servers_that_the_resize_asked_for(
+    serving, wanted
+):
+    """Trainers initialise them once as many are there as etcd says, and all have slots: a map of other
+    numbers was waited for for ever."""
     slots = SlotMap(version=4, owners=spread(SPEC.slot_count, serving), pservers=wanted)
     spec = SPEC.model_copy(update={"pservers": wanted})
     changes = reconcile(spec, RUNNING, TRAINERS, slots, members_of(latest=None)).changes
@@ -240,7 +283,9 @@ class Reader:
                 return position.model_copy(update={"exhausted": True})
             if answer.answer == "skip":
                 over = position.index + 1 >= answer.stream_length
-                position = position.model_copy(update={"index": position.index + 1, "offset": 0, "exhausted": over})
+                position = position.model_copy(
+                    update={"index": position.index + 1, "offset": 0, "exhausted": over}
+                )
                 continue
             task = answer.task
             assert task is not None
@@ -261,8 +306,12 @@ def land(job: Job, decision: Decision[object], now: float) -> Decision[object]:
 
 
 def books_of(tasks: list[int], lanes: int, epochs: int) -> Job:
-    spec = spec_of(mode=Mode.SYNC, lanes=lanes, epochs=epochs, global_batch_size=2 * lanes, records_per_task=max(tasks))
-    table = FileTable(tuple(TableFile(f"{n}.txt", count) for n, count in enumerate(tasks)), max(tasks), "digest")
+    spec = spec_of(
+        mode=Mode.SYNC, lanes=lanes, epochs=epochs, global_batch_size=2 * lanes, records_per_task=max(tasks)
+    )
+    table = FileTable(
+        tuple(TableFile(f"{n}.txt", count) for n, count in enumerate(tasks)), max(tasks), "digest"
+    )
     job = Job.open(spec, table, FileTable((TableFile("test.txt", 3),), 2, "evaluation"))
     job.state = JobState(phase=Phase.RUNNING, generation=1)
     job.trainers = TrainerList(generation=1, lanes=lanes, names=("t",))
@@ -270,7 +319,8 @@ def books_of(tasks: list[int], lanes: int, epochs: int) -> Job:
 
 
 def train(job: Job, readers: list[Reader], rng: random.Random, steps: int, now: float) -> bool:
-    """`steps` steps, or to the end of training (then True), as the trainer's loop does them; tasks fail now and then."""
+    """`steps` steps, or to the end of training (then True), as the trainer's loop does them; tasks fail now
+    and then."""
     for step in range(steps):
         if all(reader.position.exhausted for reader in readers):
             epoch = readers[0].position.epoch + 1
@@ -279,7 +329,9 @@ def train(job: Job, readers: list[Reader], rng: random.Random, steps: int, now: 
             for reader in readers:
                 reader.position = LanePosition(lane=reader.position.lane, epoch=epoch)
             if epoch > job.training.epoch:
-                ask = AcquireTask(trainer="t", request="e", generation=job.state.generation, stream=0, epoch=epoch)
+                ask = AcquireTask(
+                    trainer="t", request="e", generation=job.state.generation, stream=0, epoch=epoch
+                )
                 land(job, Decision(None, job.training.close_before(ask)), now)
         for reader in readers:
             reader.position = reader.step(job, 2, now + step * 100)
@@ -289,10 +341,15 @@ def train(job: Job, readers: list[Reader], rng: random.Random, steps: int, now: 
                 report = CompleteTask(trainer="t", attempt=held.record.attempt, epoch=held.record.epoch)
                 land(job, complete(job, task_id, report), now)
             elif rng.random() < 0.05 and lane.offset == 0:
-                failed = FailTask(trainer="t", attempt=held.record.attempt, failure=NO, epoch=held.record.epoch)
+                failed = FailTask(
+                    trainer="t", attempt=held.record.attempt, failure=NO, epoch=held.record.epoch
+                )
                 land(job, fail_task(job, task_id, failed), now)
         assert list(violations(job.training)) == []
-    return all(reader.position.exhausted for reader in readers) and readers[0].position.epoch + 1 == job.spec.epochs
+    return (
+        all(reader.position.exhausted for reader in readers)
+        and readers[0].position.epoch + 1 == job.spec.epochs
+    )
 
 
 @settings(deadline=None, max_examples=150)
@@ -331,7 +388,12 @@ def test_from_any_positions_each_record_is_trained_exactly_once_afterwards(
         for number, count in enumerate(tasks):
             for record in range(count):
                 times = trained[epoch, str(number), record]
-                assert times == 1 or (times == 0 and (epoch, str(number)) in discarded), (epoch, number, record, times)
+                assert times == 1 or (times == 0 and (epoch, str(number)) in discarded), (
+                    epoch,
+                    number,
+                    record,
+                    times,
+                )
 
 
 def test_training_that_was_over_stays_over_and_what_follows_is_not_undone() -> None:
@@ -370,7 +432,9 @@ def test_a_report_from_before_the_roll_back_is_stale() -> None:
         CompleteTask(trainer="t", attempt=1, epoch=0, timeline=0),
         FailTask(trainer="t", attempt=1, failure=NO, epoch=0, timeline=0),
     ):
-        with pytest.raises(StaleAttempt, match=r"given in timeline 0, the job has gone back .* in timeline 2"):
+        with pytest.raises(
+            StaleAttempt, match=r"given in timeline 0, the job has gone back .* in timeline 2"
+        ):
             (complete if isinstance(report, CompleteTask) else fail_task)(job, task.task_id, report)
 
 

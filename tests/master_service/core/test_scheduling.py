@@ -25,7 +25,9 @@ from trireme_shared.protocol.records.job_choices import Mode, Strategy
 
 
 def sync(name: str, lanes: int, **fields) -> ClusterJob:
-    return job_of(name, spec=spec_of(job=name, mode=Mode.SYNC, lanes=lanes, global_batch_size=lanes), **fields)
+    return job_of(
+        name, spec=spec_of(job=name, mode=Mode.SYNC, lanes=lanes, global_batch_size=lanes), **fields
+    )
 
 
 # ---------------------------------------------------------------- start
@@ -38,14 +40,22 @@ def test_a_job_starts_with_all_it_needs_at_once():
     assert (started.standing, started.epoch, started.reason) == (Standing.ACTIVE, 1, "")
     assert started.start_time == "2027-01-15T08:00:00.000+00:00"
     assert split(state, "a") == [(3, 2)]
-    assert [event.message for event in made.events] == ["job a starts with 2 parameter servers and 3 trainers"]
+    assert [event.message for event in made.events] == [
+        "job a starts with 2 parameter servers and 3 trainers"
+    ]
     kinds = [type(change) for change in made.changes]
     assert kinds == [PutJob] + [PutAssignment] * 5
     assert state.assignments[("trainer", "t0")].incarnation == "i-t0"
 
 
 def collective(name: str, **fields) -> ClusterJob:
-    spec = {"mode": Mode.SYNC, "strategy": Strategy.COLLECTIVE, "pservers": 0, "lanes": 4, "global_batch_size": 4}
+    spec = {
+        "mode": Mode.SYNC,
+        "strategy": Strategy.COLLECTIVE,
+        "pservers": 0,
+        "lanes": 4,
+        "global_batch_size": 4,
+    }
     return job_of(name, spec=spec_of(job=name, min_members=2, **spec), **fields)
 
 
@@ -73,13 +83,18 @@ def test_a_job_without_enough_members_gets_none_and_is_told_both_numbers():
 
 def test_least_numbers_of_trainers_that_others_keep_are_named():
     state = state_of(
-        active("x", min_trainers=2), active("y", min_trainers=3), job_of("a", min_trainers=4), trainers=6, pservers=3
+        active("x", min_trainers=2),
+        active("y", min_trainers=3),
+        job_of("a", min_trainers=4),
+        trainers=6,
+        pservers=3,
     )
     give(state, "x", "p0", "t0", "t1")
     give(state, "y", "p1", "t2", "t3", "t4", "t5")
     step(state)
     assert (
-        state.jobs["a"].reason == "waits for 4 trainers; 1 of 6 can be had (jobs x, y keep the others as the minimum)"
+        state.jobs["a"].reason
+        == "waits for 4 trainers; 1 of 6 can be had (jobs x, y keep the others as the minimum)"
     )
 
 
@@ -91,12 +106,15 @@ def test_what_the_pool_does_not_have_holds_nobody_back():
 
 
 def test_a_job_that_waits_is_not_overtaken_until_it_starves():
-    state = state_of(active("x", pservers=2), job_of("big", pservers=3), job_of("small"), trainers=4, pservers=3)
+    state = state_of(
+        active("x", pservers=2), job_of("big", pservers=3), job_of("small"), trainers=4, pservers=3
+    )
     give(state, "x", "p0", "p1", "t0")
     step(state)
     assert state.jobs["small"].standing is Standing.QUEUED
     assert state.jobs["small"].reason == (
-        "waits for 1 parameter server behind job big, which comes first and waits for 3 parameter servers; 1 of 3 can be had"
+        "waits for 1 parameter server behind job big, which comes first and waits for 3 parameter "
+        "servers; 1 of 3 can be had"
     )
 
 
@@ -150,7 +168,8 @@ def test_a_job_starts_after_the_jobs_before_it_are_completed():
 
 
 @pytest.mark.parametrize(
-    ("end", "why"), [(Standing.FAILED, "is FAILED"), (Standing.CANCELLED, "is CANCELLED"), (None, "was deleted")]
+    ("end", "why"),
+    [(Standing.FAILED, "is FAILED"), (Standing.CANCELLED, "is CANCELLED"), (None, "was deleted")],
 )
 def test_jobs_after_one_that_never_completes_are_cancelled_all_along_the_chain(end, why):
     before = [job_of("a", standing=end)] if end else []
@@ -300,7 +319,10 @@ def test_a_place_is_not_given_to_another_job_before_its_process_has_ended():
     state.apply(PutJob(state.jobs["a"].model_copy(update={"standing": Standing.CANCELLED})), 1.0)
     step(state, 1.0)
     assert split(state, "a", "b") == [(0, 0), (0, 0)]
-    assert state.jobs["b"].reason == "waits for 1 parameter server; 0 of 1 can be had at once; processes of job a end"
+    assert (
+        state.jobs["b"].reason
+        == "waits for 1 parameter server; 0 of 1 can be had at once; processes of job a end"
+    )
     run_children(state, 2.0)
     step(state, 2.0)
     assert split(state, "b") == [(1, 1)]
@@ -361,7 +383,9 @@ def test_assignments_of_jobs_that_are_deleted_or_of_an_older_epoch_are_dropped()
     state.apply(PutJob(active("gone")), 0.0)
     give(state, "gone", "t1")
     del state.jobs["gone"]
-    state.assignments[("trainer", "t0")] = state.assignments[("trainer", "t0")].model_copy(update={"epoch": 1})
+    state.assignments[("trainer", "t0")] = state.assignments[("trainer", "t0")].model_copy(
+        update={"epoch": 1}
+    )
     drops = [change.place[1] for change in step(state).changes if isinstance(change, DropAssignment)]
     assert drops == ["t0", "t1"]
 
@@ -371,13 +395,16 @@ def test_parameter_servers_are_spread_over_hosts_and_trainers_kept_together():
     state.apply(PutJob(job_of("a", 1, pservers=4, max_trainers=2)), 0.0)
     step(state)
     hosts = {
-        kind: {state.members[place].host for place in state.assigned_to("a", kind)} for kind in ("pserver", "trainer")
+        kind: {state.members[place].host for place in state.assigned_to("a", kind)}
+        for kind in ("pserver", "trainer")
     }
     assert (len(hosts["pserver"]), len(hosts["trainer"])) == (4, 1)
 
 
 def test_a_thousand_jobs_share_ten_thousand_members():
-    jobs = [job_of(f"j{number}", number + 1, priority=10 * (number % 3), min_trainers=3) for number in range(1000)]
+    jobs = [
+        job_of(f"j{number}", number + 1, priority=10 * (number % 3), min_trainers=3) for number in range(1000)
+    ]
     state = state_of(*jobs, trainers=9000, pservers=1000, hosts=1250)
     step(state)
     assert len(state.assignments) == 10_000

@@ -1,4 +1,5 @@
-"""Random histories of a cluster: jobs come and end, members come and vanish, host agents follow late. The rules hold at every step."""
+"""Random histories of a cluster: jobs come and end, members come and vanish, host agents follow late. The
+rules hold at every step."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from master_service.core.decisions.scheduling.schedule import Schedule, schedule
-from master_service.core.state.cluster import DropAssignment, DropDrain, Place, PutAssignment, PutDrain, PutJob
+from master_service.core.state.cluster import (
+    DropAssignment,
+    DropDrain,
+    Place,
+    PutAssignment,
+    PutDrain,
+    PutJob,
+)
 from tests.master_service.core.cluster_jobs import job_of, member_of, preempted, state_of
 from trireme_shared.protocol.records.cluster import ClusterJob, Drain, Standing
 
@@ -60,7 +68,8 @@ class Cluster(RuleBasedStateMachine):
         self.state.apply(PutJob(job), self.now)
 
     @rule(
-        number=NAMES, standing=st.sampled_from([Standing.COMPLETED, Standing.FAILED, Standing.PAUSED, Standing.QUEUED])
+        number=NAMES,
+        standing=st.sampled_from([Standing.COMPLETED, Standing.FAILED, Standing.PAUSED, Standing.QUEUED]),
     )
     def end(self, number, standing):
         """Also what executes a preemption does."""
@@ -79,7 +88,9 @@ class Cluster(RuleBasedStateMachine):
     def join(self, kind, number, host):
         if (kind, f"m{number}") not in self.state.members:
             self.count += 1
-            member = member_of(kind, f"m{number}", f"h{host}").model_copy(update={"incarnation": f"i{self.count}"})
+            member = member_of(kind, f"m{number}", f"h{host}").model_copy(
+                update={"incarnation": f"i{self.count}"}
+            )
             self.state.see((kind, f"m{number}"), member, self.now)
 
     @rule(kind=st.sampled_from(["trainer", "pserver"]), number=NAMES, with_process=st.booleans())
@@ -183,7 +194,9 @@ class Cluster(RuleBasedStateMachine):
         )
 
     def _staying(self) -> list[ClusterJob]:
-        return [job for job in self.state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving]
+        return [
+            job for job in self.state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving
+        ]
 
     def _surplus(self, job: ClusterJob) -> int:
         held = [place for place in self.state.assigned_to(job.job, "trainer") if place in self.state.members]
@@ -191,7 +204,8 @@ class Cluster(RuleBasedStateMachine):
 
     def _check_minimum_before_fairness(self) -> None:
         lacks = sum(
-            max(0, job.least_trainers - len(self.state.assigned_to(job.job, "trainer"))) for job in self._staying()
+            max(0, job.least_trainers - len(self.state.assigned_to(job.job, "trainer")))
+            for job in self._staying()
         )
         leaving = [job.job for job in self.state.jobs.values() if job.leaving]
         soon = sum(len(self.state.assigned_to(job, "trainer")) for job in leaving)
@@ -206,7 +220,9 @@ class Cluster(RuleBasedStateMachine):
             for kind in ("trainer", "pserver")
         }
         for job in self.state.jobs.values():
-            if job.standing is not Standing.QUEUED or any(usable[kind] < count for kind, count in needs(job).items()):
+            if job.standing is not Standing.QUEUED or any(
+                usable[kind] < count for kind, count in needs(job).items()
+            ):
                 continue
             for other in started:
                 later = (-other.scheduling.priority, other.number) > (-job.scheduling.priority, job.number)
@@ -235,14 +251,17 @@ class Cluster(RuleBasedStateMachine):
             job = self.state.jobs[before[change.place].job]
             useless = not self.state.takes_work(change.place) or not self.state.fits(change.place, job)
             many = (
-                sum(held.job == job.job for place, held in before.items() if place[0] == "trainer") > job.most_trainers
+                sum(held.job == job.job for place, held in before.items() if place[0] == "trainer")
+                > job.most_trainers
             )
             fresh = self.now - self.taken.get(change.place, -100.0) < REBALANCE_S
-            given = any(isinstance(put, PutAssignment) for put in made.changes)  # it was below its minimum before
+            # it was below its minimum before
+            given = any(isinstance(put, PutAssignment) for put in made.changes)
             assert useless or many or given or not fresh, "moved twice"
 
     def teardown(self) -> None:
-        """Agents follow and nothing else happens: the cluster comes to rest, and everything that can run does."""
+        """Agents follow and nothing else happens: the cluster comes to rest, and everything that can run
+        does."""
         for _ in range(12):
             self.now += 40.0
             made = self.made()

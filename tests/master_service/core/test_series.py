@@ -25,7 +25,9 @@ def filled(steps: int, timeline: int = 0) -> Series:
     return series
 
 
-def means(series: Series, *asked: Any, timeline: int = 0, done: int | None = None) -> list[tuple[int, int, float]]:
+def means(
+    series: Series, *asked: Any, timeline: int = 0, done: int | None = None
+) -> list[tuple[int, int, float]]:
     return [(point.first, point.last, point.mean) for point in series.points(*asked, timeline, done)]
 
 
@@ -44,7 +46,9 @@ def test_a_step_that_is_trained_again_takes_the_place_of_what_it_was_before() ->
     series.add(4, 2, one(40.0))
     series.add(4, 2, one(42.0))
     series.add(4, 0, one(0.0))  # late
-    assert means(series, 0, 9, 10, timeline=2, done=5) == [(k, k, float(k)) for k in range(4)] + [(4, 4, 41.0)]
+    assert means(series, 0, 9, 10, timeline=2, done=5) == [(k, k, float(k)) for k in range(4)] + [
+        (4, 4, 41.0)
+    ]
 
 
 def test_any_number_of_steps_takes_bounded_memory_and_keeps_its_mean() -> None:
@@ -97,7 +101,8 @@ def test_what_is_stored_is_what_is_read_also_with_wide_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"series": 3}', b'{"series": {"a": {"width": 1, "buckets": [[1]]}}}', b"\xff"]
+    "content",
+    [b"", b"{", b"[]", b'{"series": 3}', b'{"series": {"a": {"width": 1, "buckets": [[1]]}}}', b"\xff"],
 )
 def test_a_damaged_file_is_left_out(content: bytes) -> None:
     table = SeriesTable()
@@ -106,7 +111,11 @@ def test_a_damaged_file_is_left_out(content: bytes) -> None:
 
 
 def test_files_are_read_from_the_last_one_that_holds_everything() -> None:
-    written = [name_of(7, 1, everything=False), name_of(7, 2, everything=True), name_of(12, 1, everything=False)]
+    written = [
+        name_of(7, 1, everything=False),
+        name_of(7, 2, everything=True),
+        name_of(12, 1, everything=False),
+    ]
     late = name_of(6, 9, everything=False)
     assert to_read(["x.tmp", *reversed(written), late]) == (written[1:], [late, written[0]])
     assert to_read([]) == ([], [])

@@ -64,7 +64,8 @@ def test_the_pool_follows_a_resize_and_takes_back_parameter_servers_without_an_i
 
 @pytest.mark.parametrize("before", [None, 5])
 def test_a_resize_that_was_cancelled_leaves_no_cap_on_the_trainers(before: int | None) -> None:
-    """A job of a cluster has what is idle, whatever its spec says of trainers. `before`: an earlier resize is in force."""
+    """A job of a cluster has what is idle, whatever its spec says of trainers. `before`: an earlier resize is
+    in force."""
     job = active("a", trainers=before)
     state = state_of(job)
     live = job.spec.model_copy(update={"trainers": before or job.spec.trainers})
@@ -87,6 +88,8 @@ def test_the_place_of_a_parameter_server_that_dies_before_its_slots_have_moved_i
     assert not follow_resize(state, "a", live, 2, {"p0"}, asked=False).answer
     for change in follow_resize(state, "a", live, 1, {"p0"}, asked=False).changes:
         state.apply(change, 0.0)
-    assert follow_resize(state, "a", live, 1, {"p0", "p1"}, asked=False).events == (), "nobody can be let go yet"
+    assert follow_resize(state, "a", live, 1, {"p0", "p1"}, asked=False).events == (), (
+        "nobody can be let go yet"
+    )
     drops = follow_resize(state, "a", live, 1, {"p0"}, asked=False).changes
     assert drops == (DropAssignment(("pserver", "p1")),)

@@ -30,7 +30,9 @@ def test_a_new_job_is_queued_behind_the_others():
     state = state_of()
     create(state, job_of("a"))
     made = create(state, job_of("b", priority=70, source_digest="d"))
-    assert made == job_of("b", 2, priority=70, source_digest="d", create_time=STAMP, reason="was just submitted")
+    assert made == job_of(
+        "b", 2, priority=70, source_digest="d", create_time=STAMP, reason="was just submitted"
+    )
     assert state.jobs["b"] == made
 
 
@@ -105,7 +107,11 @@ def test_jobs_are_bounded():
 
 # ---------------------------------------------------------------- the others
 
-QUEUED, ACTIVE, PAUSED = job_of("a", 1), active("a", 1), job_of("a", 1, standing=Standing.PAUSED, wanted="pause")
+QUEUED, ACTIVE, PAUSED = (
+    job_of("a", 1),
+    active("a", 1),
+    job_of("a", 1, standing=Standing.PAUSED, wanted="pause"),
+)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +182,16 @@ def test_a_completed_job_is_kept_while_another_waits_to_come_after_it():
 
 def test_min_members_that_a_job_can_never_have_are_refused():
     spec = spec_of(
-        job="a", mode=Mode.SYNC, strategy="collective", pservers=0, lanes=4, global_batch_size=4, min_members=3
+        job="a",
+        mode=Mode.SYNC,
+        strategy="collective",
+        pservers=0,
+        lanes=4,
+        global_batch_size=4,
+        min_members=3,
     )
     create(state_of(), job_of("a", spec=spec))
-    with pytest.raises(InvalidArgument, match="min_members 3 is more than the 2 trainers that the job gets at most"):
+    with pytest.raises(
+        InvalidArgument, match="min_members 3 is more than the 2 trainers that the job gets at most"
+    ):
         create(state_of(), job_of("a", spec=spec, max_trainers=2))

@@ -21,7 +21,14 @@ from master_service.core.queue.task_queue import Closing, TaskQueue
 from tests.equipment.queue_violations import violations
 from tests.master_service.cluster import table_of
 from trireme_shared.protocol.errors import Conflict, NotFound, StaleAttempt
-from trireme_shared.protocol.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind, TrainerList
+from trireme_shared.protocol.records import (
+    AcquireTask,
+    PendingTask,
+    RequeuedTask,
+    TaskAnswer,
+    TaskKind,
+    TrainerList,
+)
 
 
 class Clock:
@@ -46,7 +53,9 @@ def lanes() -> Iterator[TaskQueue]:
 def ask(
     request: str = "r", trainer: str = "t1", epoch: int = 0, index: int = 0, stream: int | None = None
 ) -> AcquireTask:
-    return AcquireTask(trainer=trainer, request=request, generation=1, stream=stream, epoch=epoch, index=index)
+    return AcquireTask(
+        trainer=trainer, request=request, generation=1, stream=stream, epoch=epoch, index=index
+    )
 
 
 def take(queue: TaskQueue, request: str, trainer: str = "t1", now: float = 0.0) -> TaskAnswer:
@@ -56,7 +65,9 @@ def take(queue: TaskQueue, request: str, trainer: str = "t1", now: float = 0.0) 
     return answer
 
 
-def take_lane(queue: TaskQueue, request: str, lane: int, index: int, epoch: int = 0, trainer: str = "t1") -> TaskAnswer:
+def take_lane(
+    queue: TaskQueue, request: str, lane: int, index: int, epoch: int = 0, trainer: str = "t1"
+) -> TaskAnswer:
     wanted = ask(request, trainer, epoch, index, lane)
     for change in queue.close_before(wanted):
         queue.apply(change, 0.0)
@@ -168,13 +179,18 @@ def test_a_lost_trainer_costs_an_attempt_but_no_failure(queue: TaskQueue) -> Non
 
 
 @pytest.mark.parametrize(("attempt", "trainer"), [(1, "t1"), (2, "t1"), (3, "t2")])
-def test_only_the_pending_attempt_of_its_trainer_may_report(queue: TaskQueue, attempt: int, trainer: str) -> None:
+def test_only_the_pending_attempt_of_its_trainer_may_report(
+    queue: TaskQueue, attempt: int, trainer: str
+) -> None:
     take(queue, "r1", "t1")
     for change in queue.put_back("0", "t1 is gone"):
         queue.apply(change, 0.0)
     take(queue, "r2", "t2")
     before = repr(queue)
-    message = f"task 0 attempt {attempt} of {trainer} is stale: attempt 2 of epoch 0 is pending at t2; fetch a new task"
+    message = (
+        f"task 0 attempt {attempt} of {trainer} is stale: attempt 2 of epoch 0 is pending at t2; fetch "
+        "a new task"
+    )
     for report in (
         lambda: queue.finish("0", attempt, trainer),
         lambda: queue.fail("0", attempt, trainer, "late"),
@@ -261,9 +277,12 @@ def test_deadlines_follow_the_silences_between_floor_and_ceiling() -> None:
 
 
 def test_that_the_first_step_of_tasks_of_lanes_begins_says_nothing_about_how_long_steps_take() -> None:
-    """All tasks of a job are given out at once, and their first minibatches are handed out soon after: that are enough silences, and all are short."""
+    """All tasks of a job are given out at once, and their first minibatches are handed out soon after: that
+    are enough silences, and all are short."""
     tasks, longest_s = 16, 1200.0
-    queue = TaskQueue(Streams(TaskKind.TRAIN, table_of(tasks), tasks), Deadlines(10.0, longest_s), by_lane=True)
+    queue = TaskQueue(
+        Streams(TaskKind.TRAIN, table_of(tasks), tasks), Deadlines(10.0, longest_s), by_lane=True
+    )
     for lane in range(tasks):
         take_lane(queue, f"r{lane}", lane, 0)
     for task_id in list(queue.pending):
@@ -287,9 +306,14 @@ def test_who_gets_the_lanes_of_others_may_be_silent_for_longer(lanes: TaskQueue)
     assert lanes.overdue(1.0 + 41.0) == ["0"]
 
 
-@pytest.mark.parametrize(("names", "shares"), [(("t2",), ()), (("t1", "t2"), ()), (("t1", "t2"), ((2, 1), (1, 1)))])
-def test_the_ceiling_counts_for_each_lane_of_the_trainer_with_the_most(lanes: TaskQueue, names, shares) -> None:
-    """No minibatch hangs, though a step of the trainer that has the lanes of others takes longer than the ceiling. Who waits for it is silent, too."""
+@pytest.mark.parametrize(
+    ("names", "shares"), [(("t2",), ()), (("t1", "t2"), ()), (("t1", "t2"), ((2, 1), (1, 1)))]
+)
+def test_the_ceiling_counts_for_each_lane_of_the_trainer_with_the_most(
+    lanes: TaskQueue, names, shares
+) -> None:
+    """No minibatch hangs, though a step of the trainer that has the lanes of others takes longer than the
+    ceiling. Who waits for it is silent, too."""
     lanes.deadlines.trainers = TrainerList(generation=1, lanes=1 + len(names), names=names, shares=shares)
     take_lane(lanes, "r1", 1, 0, trainer="t2")
     taken = next(iter(lanes.pending))
@@ -328,7 +352,8 @@ def test_asking_for_an_index_proves_the_ones_before_it_committed(lanes: TaskQueu
 
 
 def test_a_failure_of_a_lanes_task_that_is_done_is_not_mistaken_for_a_repeat(lanes: TaskQueue) -> None:
-    """Its trainer computes it again, under a new generation: unless it is told that this is no task's failure it never ends."""
+    """Its trainer computes it again, under a new generation: unless it is told that this is no task's failure
+    it never ends."""
     take_lane(lanes, "r0", 0, 0)
     take_lane(lanes, "r1", 0, 1)
     assert take_lane(lanes, "r2", 0, 0).answer == "task"
@@ -390,7 +415,9 @@ def test_a_discarded_task_of_a_lane_is_skipped(lanes: TaskQueue) -> None:
     lanes.max_failures = 1
     take_lane(lanes, "r0", 0, 0)
     close(lanes, lanes.fail("0", 1, "t1", "boom"))
-    assert take_lane(lanes, "r1", 0, 0) == TaskAnswer(answer="skip", reason="task 0 is discarded", stream_length=3)
+    assert take_lane(lanes, "r1", 0, 0) == TaskAnswer(
+        answer="skip", reason="task 0 is discarded", stream_length=3
+    )
     assert take_lane(lanes, "r2", 0, 1).answer == "task"
 
 

@@ -13,7 +13,9 @@ from trireme_shared.protocol.records import EpochPlan, JobSpec, Mode, TaskKind
 
 
 def job_of(**values):
-    return spec_of(**{"mode": Mode.SYNC, "lanes": 8, "global_batch_size": 256, "records_per_task": None} | values)
+    return spec_of(
+        **{"mode": Mode.SYNC, "lanes": 8, "global_batch_size": 256, "records_per_task": None} | values
+    )
 
 
 def cut(spec: JobSpec, files: tuple[int, ...]) -> tuple[FileTable, EpochPlan]:
@@ -70,8 +72,10 @@ def test_a_size_that_the_job_names_stays_and_what_it_costs_is_told():
     table, plan = cut(spec, README)
     assert (plan.steps, table.task_records) == (15, 512)
     assert short_steps(spec, table, plan) == (
-        "an epoch has 15 steps of 95.87 records on average, global_batch_size is 256 (6 steps would do): 3 tasks of up to 512 records "
-        "are no equal shares for 8 lanes, so some lanes have no records while others train; leave records_per_task out"
+        "an epoch has 15 steps of 95.87 records on average, global_batch_size is 256 (6 steps "
+        "would do): 3 tasks of up to 512 records "
+        "are no equal shares for 8 lanes, so some lanes have no records while others train; leave "
+        "records_per_task out"
     )
 
 
@@ -79,7 +83,8 @@ def test_a_size_that_ends_within_a_minibatch_is_told():
     spec = job_of(lanes=1, global_batch_size=64, records_per_task=100)
     table, plan = cut(spec, (1000,))
     assert short_steps(spec, table, plan) == (
-        "an epoch has 20 steps of 50 records on average, global_batch_size is 64 (16 steps would do): records_per_task 100 is no multiple "
+        "an epoch has 20 steps of 50 records on average, global_batch_size is 64 (16 steps would "
+        "do): records_per_task 100 is no multiple "
         "of the 64 records of a minibatch; leave records_per_task out"
     )
 
@@ -140,7 +145,8 @@ def test_drop_last_leaves_out_the_ends_of_files_and_says_how_many_records():
     assert FileTable.from_map(table.to_map()) == table
     (event,) = news_of(spec, table, plan)
     assert event.message == (
-        "drop_last leaves out 93 of 1469 records in each epoch: the ends of files, which do not fill a minibatch of 32"
+        "drop_last leaves out 93 of 1469 records in each epoch: the ends of files, which do not "
+        "fill a minibatch of 32"
     )
 
 

@@ -19,7 +19,11 @@ def pool_of(other_priority: int) -> ClusterState:
 
 @pytest.mark.parametrize(
     ("priority", "of"),
-    [(80, "a higher priority (80, here 50)"), (50, "the same priority"), (20, "a lower priority (20, here 50)")],
+    [
+        (80, "a higher priority (80, here 50)"),
+        (50, "the same priority"),
+        (20, "a lower priority (20, here 50)"),
+    ],
 )
 def test_a_job_that_was_resized_is_told_which_jobs_have_the_trainers(priority: int, of: str) -> None:
     assert who_has(pool_of(priority), "a", "trainer") == f"the pool has 3 trainers; job b of {of} has 2"
@@ -47,4 +51,6 @@ def test_at_most_a_few_jobs_are_named() -> None:
     for number in range(6):
         give(state, f"b{number}", f"t{number}")
     named = [f"job b{number} of a higher priority (60, here 50) has 1" for number in range(4)]
-    assert who_has(state, "a", "trainer") == "; ".join(["the pool has 6 trainers", *named, "other jobs have 2"])
+    assert who_has(state, "a", "trainer") == "; ".join(
+        ["the pool has 6 trainers", *named, "other jobs have 2"]
+    )

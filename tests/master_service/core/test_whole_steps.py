@@ -1,4 +1,5 @@
-"""Steps of a synchronous job: each once, by step and by epoch, also where the job goes back and where buckets are wide."""
+"""Steps of a synchronous job: each once, by step and by epoch, also where the job goes back and where buckets
+are wide."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_wide_buckets_count_each_step_once_after_going_back_into_the_middle_of_o
 
 def kept(*refs: tuple[str, int, int, str]) -> list[CheckpointRef]:
     return [
-        CheckpointRef(uuid=name, step=step, timeline=line, manifest="m", origin=of) for name, step, line, of in refs
+        CheckpointRef(uuid=name, step=step, timeline=line, manifest="m", origin=of)
+        for name, step, line, of in refs
     ]
 
 
@@ -173,7 +175,8 @@ def test_a_timeline_without_a_report_is_known_by_its_checkpoint() -> None:
     [
         # the first one lost its lock and wrote all the same; the second had read what was there before
         pytest.param(((0, 20), (20, 33), (20, 40), (28, 45)), id="the same steps"),
-        # the first wrote 20 steps when the second had read what there was before; the third had read both but not what the second wrote at its end
+        # the first wrote 20 steps when the second had read what there was before; the third had read both but
+        # not what the second wrote at its end
         pytest.param(((0, 20), (0, 5), (0, 0), (20, 45)), id="late, by a frozen master"),
     ],
 )

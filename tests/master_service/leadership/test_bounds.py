@@ -1,4 +1,5 @@
-"""Nothing that is sent to a master makes a transaction that etcd refuses: it would end the term, and every successor's."""
+"""Nothing that is sent to a master makes a transaction that etcd refuses: it would end the term, and every
+successor's."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ LONG = "x" * 900_000
 
 
 def an_operation(number: int, reason: str = "") -> Operation:
-    return Operation(operation_id=f"op-{number}", kind=OperationKind.VERIFY_CHECKPOINT, reason=reason, limit_s=600.0)
+    return Operation(
+        operation_id=f"op-{number}", kind=OperationKind.VERIFY_CHECKPOINT, reason=reason, limit_s=600.0
+    )
 
 
 class SilentStorage(Storage):
@@ -42,12 +45,16 @@ def test_a_long_error_message_reported_twice_fails_the_job_and_not_its_master(wh
         async with running(cluster, "t1") as master:
             term = master.term.number
             for _ in range(2):
-                failure = UserFailure(error_type="ValueError", message=LONG, traceback=f"first line\n{LONG}\nlast line")
+                failure = UserFailure(
+                    error_type="ValueError", message=LONG, traceback=f"first line\n{LONG}\nlast line"
+                )
                 if where == "outside":
                     await master.report_failure("t1", failure)
                 else:
                     task = await take(cluster, master)
-                    await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=task.attempt, failure=failure))
+                    await master.fail_task(
+                        task.task_id, FailTask(trainer="t1", attempt=task.attempt, failure=failure)
+                    )
             state = master.job.state
             assert (state.phase, master.term.number) == (Phase.FAILED, term)
             assert state.failure is not None
@@ -70,14 +77,18 @@ def test_verifications_are_bounded_in_number_and_all_end_in_the_same_term() -> N
             term, begun = master.term.number, list[Operation]()
             for number in range(180):
                 with contextlib.suppress(Conflict):
-                    begun.append(await master.term.operations.verify_checkpoint(f"k{number}", "a test", "at-40"))
+                    begun.append(
+                        await master.term.operations.verify_checkpoint(f"k{number}", "a test", "at-40")
+                    )
             with pytest.raises(Conflict, match=f"{MAX_RUNNING} verifications run or wait already"):
                 await master.term.operations.verify_checkpoint("one more", "a test", "at-40")
             assert len(begun) == MAX_RUNNING
             await asyncio.sleep(595)
             await until(lambda: not master.job.operations.running(), "the limits of all operations", 60)
             assert master.term.number == term
-            assert {master.term.operations.get(each.operation_id).state for each in begun} == {OperationState.FAILED}
+            assert {master.term.operations.get(each.operation_id).state for each in begun} == {
+                OperationState.FAILED
+            }
 
     run_virtually(main)
 

@@ -30,7 +30,15 @@ from trireme_shared.platform.etcd import Compare, Etcd
 from trireme_shared.platform.etcd.operations import RangeResult
 from trireme_shared.platform.etcd.reading import read_below
 from trireme_shared.protocol.errors import NotLeader, NotReady, StateUnreadable
-from trireme_shared.protocol.records import FailureCause, JobSpec, MasterAddress, Mode, Phase, Stage, UserFailure
+from trireme_shared.protocol.records import (
+    FailureCause,
+    JobSpec,
+    MasterAddress,
+    Mode,
+    Phase,
+    Stage,
+    UserFailure,
+)
 from trireme_shared.protocol.records.assignments import GivenNumbers
 
 NO = UserFailure(error_type="ValueError", message="no")
@@ -161,12 +169,16 @@ def test_a_job_that_is_started_again_after_an_edit_gets_the_new_digests_also_aft
         cluster.spec = spec_of(sources={"s.py": "new"})
         async with leading(cluster.master("m2")):
             stored = await cluster.etcd.get(KEYS.spec)
-            assert JobSpec.model_validate_json(stored.value) == resized.model_copy(update={"sources": {"s.py": "new"}})
+            assert JobSpec.model_validate_json(stored.value) == resized.model_copy(
+                update={"sources": {"s.py": "new"}}
+            )
 
     run_virtually(main)
 
 
-@pytest.mark.parametrize("key", [KEYS.state, KEYS.spec, KEYS.task_meta, KEYS.pending("3"), KEYS.cursor("nowhere")])
+@pytest.mark.parametrize(
+    "key", [KEYS.state, KEYS.spec, KEYS.task_meta, KEYS.pending("3"), KEYS.cursor("nowhere")]
+)
 def test_a_job_that_cannot_be_read_is_refused(key: str) -> None:
     async def main() -> None:
         cluster = MasterCluster(spec_of())
@@ -226,7 +238,9 @@ def test_a_master_without_its_lock_writes_nothing_and_steps_down() -> None:
             async with leading(cluster.master("m2")) as new:
                 before = cluster.simulated.revision
                 with pytest.raises(NotLeader):
-                    await writer.decide(lambda job, _: lifecycle.fail(job.state, "an old master", FailureCause.MEMBERS))
+                    await writer.decide(
+                        lambda job, _: lifecycle.fail(job.state, "an old master", FailureCause.MEMBERS)
+                    )
                 written = [e.kv.key for e in cluster.simulated.events() if e.kv.mod_revision > before]
                 assert KEYS.state not in written
                 assert new.job.state.phase is Phase.RUNNING
@@ -255,7 +269,11 @@ def test_a_commit_whose_outcome_is_unknown_lands_exactly_once(lose: str) -> None
             else:
                 cluster.simulated.lose_request(client="m1", method=None)
             task = await take(cluster, master)
-            puts = [e for e in cluster.simulated.events() if e.kv.key == KEYS.pending(task.task_id) and e.type == "put"]
+            puts = [
+                e
+                for e in cluster.simulated.events()
+                if e.kv.key == KEYS.pending(task.task_id) and e.type == "put"
+            ]
             assert len(puts) == 1
             await master.complete_task(task.task_id, done(task))
             assert master.job.training.counts == (9, 0, 1, 0)
@@ -353,7 +371,9 @@ def test_a_million_tasks_keep_the_state_in_etcd_under_64_kib() -> None:
         )
         async with running(cluster, "t1") as master:
             for index in range(3):
-                await asyncio.gather(*(take(cluster, master, stream=lane, epoch=0, index=index) for lane in range(256)))
+                await asyncio.gather(
+                    *(take(cluster, master, stream=lane, epoch=0, index=index) for lane in range(256))
+                )
             assert master.job.training.counts[2] == 512
             assert cluster.simulated.size_bytes(KEYS.tasks) < 64 * 1024
             assert cluster.simulated.size_bytes(KEYS.prefix) < 80 * 1024
@@ -380,7 +400,9 @@ async def test_a_million_tasks_keep_the_state_in_a_real_etcd_under_64_kib(real_e
         await cluster.initialise("t1")
         await until(lambda: master.job.trainers.names == ("t1",), "the job to run", 10)
         for index in range(3):
-            await asyncio.gather(*(take(cluster, master, stream=lane, epoch=0, index=index) for lane in range(64)))
+            await asyncio.gather(
+                *(take(cluster, master, stream=lane, epoch=0, index=index) for lane in range(64))
+            )
         found = await real_etcd.range(KEYS.tasks, prefix=True)
         size = sum(len(kv.key) + len(kv.value) for kv in found.kvs)
         assert master.job.training.counts[2] == 128

@@ -1,4 +1,5 @@
-"""A loopback address means another process on every host: a port that is closed there proves nothing about a process elsewhere."""
+"""A loopback address means another process on every host: a port that is closed there proves nothing about a
+process elsewhere."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def test_a_standby_of_the_same_network_finds_a_dead_leader_at_loopback() -> None
 
 
 @pytest.mark.parametrize(("network", "evicted"), [("another", False), (own_network(), True)])
-def test_a_member_that_advertises_loopback_is_evicted_only_from_its_own_network(network: str, evicted: bool) -> None:
+def test_a_member_that_advertises_loopback_is_evicted_only_from_its_own_network(
+    network: str, evicted: bool
+) -> None:
     async def main() -> None:
         cluster = MasterCluster(spec_of())
         async with running(cluster, "t1") as master:

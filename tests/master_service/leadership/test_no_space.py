@@ -1,4 +1,5 @@
-"""An etcd without space takes no writes. The master says so, keeps its term, and goes on once there is space."""
+"""An etcd without space takes no writes. The master says so, keeps its term, and goes on once there is
+space."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ async def free(etcd: Etcd) -> None:
 
 
 async def test_no_space_is_named_by_status_events_and_doctor_and_training_goes_on_after_it(
-    small: EmbeddedEtcd, cluster: RealCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: EmbeddedEtcd,
+    cluster: RealCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TRIREME_ETCD", small.url)
     async with running(cluster, "t1") as master, client_of(master) as client:

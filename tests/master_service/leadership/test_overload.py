@@ -30,7 +30,9 @@ def test_too_many_requests_are_refused_and_the_master_keeps_its_term(monkeypatch
             answers = await asyncio.gather(*asks, return_exceptions=True)
             refused = [answer for answer in answers if isinstance(answer, NotReady)]
             assert 400 < len(refused) < 900
-            assert len([answer for answer in answers if isinstance(answer, TaskAnswer)]) == 1200 - len(refused)
+            assert len([answer for answer in answers if isinstance(answer, TaskAnswer)]) == 1200 - len(
+                refused
+            )
             await cluster.add_trainer("t2")
             await until(lambda: master.job.trainers.names == ("t1", "t2"), "t2 to be a member")
             assert master.term is term

@@ -22,7 +22,8 @@ class OnFiles(MasterCluster):
     """Masters with the product's own storage."""
 
     def master_options(self) -> dict[str, Any]:
-        # real files in real time: a machine that stands still for three seconds, the default lease, must not end a term
+        # real files in real time: a machine that stands still for three seconds, the default lease, must not
+        # end a term
         return {**super().master_options(), "storage": FileStorage, "ttl_s": 10.0}
 
     async def stored_state(self) -> JobState:

@@ -54,7 +54,9 @@ def _runs(dispatcher: Dispatcher, names: tuple[str, ...]) -> bool:
     return dispatcher.view.is_open and set(dispatcher.job.trainers.names) == set(names)
 
 
-async def work(cluster: MasterlessCluster, dispatcher: Dispatcher, given: list[Task], *, pause_s: float = 0.0) -> None:
+async def work(
+    cluster: MasterlessCluster, dispatcher: Dispatcher, given: list[Task], *, pause_s: float = 0.0
+) -> None:
     """Take and finish tasks until training is over; every task taken is noted."""
     while dispatcher.job.state.stage is Stage.TRAIN:
         answer = await dispatcher.acquire_task(cluster.ask(dispatcher, dispatcher.name))

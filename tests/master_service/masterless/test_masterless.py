@@ -1,4 +1,5 @@
-"""Masterless dispatch: several trainers write one queue. Races, lost answers, the sweeper's death and its late writes."""
+"""Masterless dispatch: several trainers write one queue. Races, lost answers, the sweeper's death and its
+late writes."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_several_trainers_give_each_task_of_each_epoch_once() -> None:
             assert sum(each.writer.losses for each in dispatchers.values()) > 0, "they never raced"
             job = [each.job for each in dispatchers.values()]
             await until(
-                lambda: all(b.state.stage is Stage.EXPORT for b in [d.job for d in dispatchers.values()]), "news"
+                lambda: all(b.state.stage is Stage.EXPORT for b in [d.job for d in dispatchers.values()]),
+                "news",
             )
             assert len({(b.training.epoch, tuple(b.training.pending)) for b in job}) == 1
 
@@ -99,7 +101,9 @@ def test_a_lost_compare_decides_again_on_what_the_other_wrote() -> None:
 
             def look(job, _now):
                 seen.append(job.training.cursors.get("0", 0))
-                return Decision(None, lifecycle.fail(job.state, "to write something", FailureCause.MEMBERS).changes)
+                return Decision(
+                    None, lifecycle.fail(job.state, "to write something", FailureCause.MEMBERS).changes
+                )
 
             one, two = dispatchers["t1"], dispatchers["t2"]
             cluster.simulated.delay_s = (0.01, 0.01)
@@ -167,9 +171,14 @@ def test_a_dead_sweepers_place_is_taken_at_once_and_its_tasks_go_back() -> None:
             await cluster.lose(dead)
             alive = {name: each for name, each in dispatchers.items() if name != dead}
             await until(lambda: any(each.sweeps for each in alive.values()), "another sweeper")
-            assert asyncio.get_running_loop().time() - since < 1.5, "its port is closed: nobody waits for the lease"
+            assert asyncio.get_running_loop().time() - since < 1.5, (
+                "its port is closed: nobody waits for the lease"
+            )
             await until(
-                lambda: all(t in each.job.training.requeued for t in [task.task_id] for each in alive.values()), "it"
+                lambda: all(
+                    t in each.job.training.requeued for t in [task.task_id] for each in alive.values()
+                ),
+                "it",
             )
             name, each = next(iter(alive.items()))
             again = await take(cluster, each, name)
@@ -237,7 +246,9 @@ def test_a_late_write_of_a_former_sweeper_is_refused(fenced, monkeypatch) -> Non
                 cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision - 1, lease)
             )
             late = asyncio.ensure_future(
-                deposed.decide(lambda job, _: lifecycle.fail(job.state, "a late decision", FailureCause.MEMBERS))
+                deposed.decide(
+                    lambda job, _: lifecycle.fail(job.state, "a late decision", FailureCause.MEMBERS)
+                )
             )
             await asyncio.wait([late])
             state = JobState.model_validate_json((await cluster.etcd.get(KEYS.state)).value)
@@ -365,7 +376,10 @@ def test_the_same_user_error_at_two_trainers_before_the_first_step_fails_the_job
                 await each.report_failure(name, NO)
                 await asyncio.sleep(0.1)
             state = JobState.model_validate_json((await cluster.etcd.get(KEYS.state)).value)
-            assert (state.phase, state.reason) == ("FAILED", "ValueError twice before a step was known to be done: no")
+            assert (state.phase, state.reason) == (
+                "FAILED",
+                "ValueError twice before a step was known to be done: no",
+            )
 
     run_virtually(main)
 

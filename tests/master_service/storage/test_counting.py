@@ -1,4 +1,5 @@
-"""Counting a dataset once: what is wrong with it is told with its URL and what to do; the table is kept and checked."""
+"""Counting a dataset once: what is wrong with it is told with its URL and what to do; the table is kept and
+checked."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from master_service.core.queue.file_table import TableFile
-from master_service.storage.job_storage import CountingStopped, FileStorage, PartialCounts, count_records, load, save
+from master_service.storage.job_storage import (
+    CountingStopped,
+    FileStorage,
+    PartialCounts,
+    count_records,
+    load,
+    save,
+)
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.script.inspect import first_records
@@ -59,7 +67,8 @@ def test_progress_tells_files_counted_and_files(tmp_path):
 
 
 def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between(tmp_path, monkeypatch):
-    """CPython 3.11 counts the nesting of `ast` for all threads in one place; collecting garbage may switch threads there."""
+    """CPython 3.11 counts the nesting of `ast` for all threads in one place; collecting garbage may switch
+    threads there."""
     for number in range(1000):
         np.save(tmp_path / f"{number}.npy", np.zeros((2, 1)))
     switch, threshold, interval = lambda *_: sum(range(50)), gc.get_threshold(), sys.getswitchinterval()
@@ -98,7 +107,10 @@ def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between
         (lambda d: TextLines(f"{d}/empty.txt"), "empty.txt is empty: 1 files with 0 records"),
         (lambda d: Csv(f"{d}/header.csv"), "header.csv is empty: 1 files with 0 records"),
         (lambda d: JsonLines(f"{d}/blank.jsonl"), "blank.jsonl is empty: 1 files with 0 records"),
-        (lambda d: Bytes(f"{d}/garbage.txt", record_bytes=100), "garbage.txt is empty: 1 files with 0 records"),
+        (
+            lambda d: Bytes(f"{d}/garbage.txt", record_bytes=100),
+            "garbage.txt is empty: 1 files with 0 records",
+        ),
         (lambda d: Parquet(f"{d}/empty.parquet"), "empty.parquet is empty: 1 files with 0 records"),
         (lambda d: Npy(f"{d}/two.npy", f"{d}/three.npy", aligned=True), "three.npy has 3 rows, "),
         (lambda d: Npy(f"{d}/two.npy", f"{d}/three.npy"), "three.npy would be called 'three', those of "),
@@ -165,7 +177,12 @@ def test_the_digest_depends_on_paths_counts_offsets_and_task_size(tmp_path):
         (tmp_path / name).write_text(content)
         return count_records(TextLines(str(tmp_path / name)), task_records).digest
 
-    found = [digest("a", "1\n2\n3", 2), digest("b", "1\n2\n3", 2), digest("a", "1\n2\n", 2), digest("a", "11\n2\n3", 2)]
+    found = [
+        digest("a", "1\n2\n3", 2),
+        digest("b", "1\n2\n3", 2),
+        digest("a", "1\n2\n", 2),
+        digest("a", "11\n2\n3", 2),
+    ]
     found.append(digest("a", "1\n2\n3", 3))
     assert len(set(found)) == 5
     assert digest("a", "1\n2\n3", 2) == found[0]
@@ -175,7 +192,9 @@ def test_a_table_that_was_changed_is_refused_with_both_digests(tmp_path):
     fsspec.filesystem("memory").pipe_file(
         "/s/dataset-0123456789abcdef.json", b'{"format": 1, "task_records": 1, "files": []}'
     )
-    with pytest.raises(DatasetError, match=r"dataset-0123456789abcdef.json has the digest \w{12}, not 0123456789ab"):
+    with pytest.raises(
+        DatasetError, match=r"dataset-0123456789abcdef.json has the digest \w{12}, not 0123456789ab"
+    ):
         load("memory://s", "0123456789abcdef")
 
 
@@ -211,9 +230,14 @@ def test_a_file_without_bytes_has_no_records_in_any_format(tmp_path, kind):
         with full.open("wb") as file:
             np.save(file, np.zeros((2, 3)))
     else:
-        full.write_text('{"a": 1}\n{"a": 2}\n' if kind is JsonLines else "a\n1\n2\n" if kind is Csv else "1\n2\n")
+        full.write_text(
+            '{"a": 1}\n{"a": 2}\n' if kind is JsonLines else "a\n1\n2\n" if kind is Csv else "1\n2\n"
+        )
     both = kind(str(empty), str(full))
-    assert [(file.path, file.records) for file in count_records(both, 4).files] == [(str(empty), 0), (str(full), 2)]
+    assert [(file.path, file.records) for file in count_records(both, 4).files] == [
+        (str(empty), 0),
+        (str(full), 2),
+    ]
     assert len(first_records(both, 4)) == 2
 
 
@@ -243,7 +267,9 @@ def test_counting_that_was_stopped_goes_on_with_what_is_unchanged(tmp_path, stor
     assert (counted, found) == (["b.txt", "c.txt"], [3, 1, 1])
     table = count_records(dataset, 2, None, PartialCounts(place, dataset, 2))
     assert [file.records for file in table.files] == [3, 4, 3]
-    assert PartialCounts(place, dataset, 3).counted(whole.files[0].path, count).records == 1, "of another task size"
+    assert PartialCounts(place, dataset, 3).counted(whole.files[0].path, count).records == 1, (
+        "of another task size"
+    )
 
 
 async def test_readers_of_one_name_beside_the_scripts_of_two_jobs_are_two(tmp_path, monkeypatch):
@@ -255,7 +281,9 @@ async def test_readers_of_one_name_beside_the_scripts_of_two_jobs_are_two(tmp_pa
         script.parent.mkdir()
         reader = f"class reader:\n  read = print\n  @staticmethod\n  def count(url): return {records}\n"
         script.write_text(reader)
-        spec = JobSpec.model_validate({"job": "j", "script": "s", "storage": str(tmp_path), "dataset": dataset})
+        spec = JobSpec.model_validate(
+            {"job": "j", "script": "s", "storage": str(tmp_path), "dataset": dataset}
+        )
 
         async def find(_: str, script=script) -> Path:
             return script
@@ -297,7 +325,9 @@ async def test_the_module_of_a_reader_that_changed_since_the_job_was_created_is_
     script.write_text("")
     dataset = Custom("u", reader="own_reader:reader")
     sources = digests_of(script, ["own_reader"])
-    spec = JobSpec(job="j", script=str(script), storage=str(tmp_path / "job"), dataset=dataset, sources=sources)
+    spec = JobSpec(
+        job="j", script=str(script), storage=str(tmp_path / "job"), dataset=dataset, sources=sources
+    )
     scripts = LocalScripts(Etcd(SimulatedEtcd().transport("master")), "trireme")
     storage = FileStorage(spec, lambda path: scripts.find(path, spec.sources))
     with pytest.raises(DatasetError, match="it was imported"):

@@ -1,4 +1,5 @@
-"""Files that differ in columns or types are told before training, with the file, the column and both types."""
+"""Files that differ in columns or types are told before training, with the file, the column and both
+types."""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ def test_parquet_files_that_differ_are_told_with_the_column_and_both_types(tmp_p
     [
         ({"s": pa.array(["a", "b"])}, {"s": pa.array(["a", "b"], pa.large_string())}),
         ({"s": pa.array(["a", "b"])}, {"s": pa.array(["a", "b"]).dictionary_encode()}),
-        ({"s": pa.array([[1], [2]], pa.list_(pa.int64()))}, {"s": pa.array([[1], [2]], pa.large_list(pa.int64()))}),
+        (
+            {"s": pa.array([[1], [2]], pa.list_(pa.int64()))},
+            {"s": pa.array([[1], [2]], pa.large_list(pa.int64()))},
+        ),
         ({"a": pa.array([1, 2]), "b": pa.array([1, 2])}, {"b": pa.array([1, 2]), "a": pa.array([1, 2])}),
     ],
     ids=["large_string", "dictionary", "large_list", "order of columns"],
@@ -65,7 +69,9 @@ def test_other_spellings_of_one_type_are_no_difference(tmp_path, first, other):
     parquet(tmp_path / "0.parquet", **first)
     parquet(tmp_path / "1.parquet", **other)
     dataset = Parquet(str(tmp_path / "*.parquet"))
-    records = [open_dataset(dataset).read(str(tmp_path / f"{n}.parquet"), 0, 2).records(np.arange(2)) for n in (0, 1)]
+    records = [
+        open_dataset(dataset).read(str(tmp_path / f"{n}.parquet"), 0, 2).records(np.arange(2)) for n in (0, 1)
+    ]
     assert records[0] == records[1]
     assert count_records(dataset, 10).records == 4
 
@@ -92,14 +98,19 @@ def arrow(path: Path, **columns: Any) -> None:
 def test_saved_datasets_that_differ_are_told(tmp_path):
     arrow(tmp_path / "a" / "data.arrow", label=pa.array([1, 2]))
     arrow(tmp_path / "b" / "data.arrow", label=pa.array(["x", "y"]))
-    with pytest.raises(DatasetError, match=r"column 'label' is string in .*/b/data.arrow and int64 in .*/a/data.arrow"):
+    with pytest.raises(
+        DatasetError, match=r"column 'label' is string in .*/b/data.arrow and int64 in .*/a/data.arrow"
+    ):
         count_records(HuggingFace(str(tmp_path / "a"), str(tmp_path / "b")), 10)
 
 
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (np.zeros((2, 5)), "the rows of .*2.npy are float64 of shape .5,., those of .*0.npy float32 of shape .5,."),
+        (
+            np.zeros((2, 5)),
+            "the rows of .*2.npy are float64 of shape .5,., those of .*0.npy float32 of shape .5,.",
+        ),
         (np.zeros((2, 4), np.float32), "2.npy are float32 of shape .4,."),
         (np.zeros(2, np.float32), "2.npy are float32 of shape .., those"),
         (np.zeros((2, 5), ">f4"), ""),
@@ -123,7 +134,10 @@ def test_arrays_that_differ_in_type_or_shape_of_rows_are_told(tmp_path, other, t
         (("a,b\n1,2\n", "a,b\n1,2\n", "a\n1\n"), "2.csv has no column 'b', and .*0.csv has it"),
         (("a\n1\n", "a,b\n1,2\n"), "0.csv has no column 'b', and .*1.csv has it"),
         (("a\n1\n", "a\n5\n2.5\n"), "column 'a': .*1.csv record 1 has '2.5', which does not fit int64"),
-        (("a\n1.5\n", "a\n120000003\n"), "column 'a': .*1.csv record 0 has '120000003', which does not fit float32"),
+        (
+            ("a\n1.5\n", "a\n120000003\n"),
+            "column 'a': .*1.csv record 0 has '120000003', which does not fit float32",
+        ),
         (("a\n1\n", "a\n2\nx\n"), "column 'a': .*1.csv record 1 has 'x', which does not fit int64"),
         (("a,b\n1,x\n", "b,a\ny,2\n", "a,b\n"), ""),
     ],
@@ -144,7 +158,9 @@ def test_csv_reads_the_columns_that_all_files_have(tmp_path):
         (tmp_path / f"{number}.csv").write_text(content)
     dataset = Csv(str(tmp_path / "*.csv"), columns=("a",))
     assert count_records(dataset, 10).records == 2
-    records = [open_dataset(dataset).read(str(tmp_path / f"{n}.csv"), 0, 1).records(np.arange(1)) for n in (0, 1)]
+    records = [
+        open_dataset(dataset).read(str(tmp_path / f"{n}.csv"), 0, 1).records(np.arange(1)) for n in (0, 1)
+    ]
     assert records == [[{"a": 1}], [{"a": 3}]]
     with pytest.raises(DatasetError, match=r"1.csv has no column 'b'; it has c, a"):
         count_records(Csv(str(tmp_path / "*.csv"), columns=("b",)), 10)

@@ -1,4 +1,5 @@
-"""Files of lines are counted before anybody knows the size of a task: the bytes at which tasks start are right all the same."""
+"""Files of lines are counted before anybody knows the size of a task: the bytes at which tasks start are
+right all the same."""
 
 from __future__ import annotations
 
@@ -58,14 +59,21 @@ def test_of_a_long_file_few_bytes_are_kept_while_it_is_counted():
 
 def test_drop_last_that_leaves_nothing_is_refused_with_the_number(tmp_path):
     dataset = write_lines(tmp_path, (3, 2))
-    with pytest.raises(DatasetError, match="drop_last leaves out all 5 records: no file has the 4 of a minibatch"):
+    with pytest.raises(
+        DatasetError, match="drop_last leaves out all 5 records: no file has the 4 of a minibatch"
+    ):
         count_records(dataset, TaskSizes(4, drop_last=True))
 
 
 async def test_a_table_that_is_lost_is_cut_again_as_it_was_by_whoever_began_the_job(tmp_path):
     dataset = write_lines(tmp_path, (100, 90))
     now = spec_of(
-        mode=Mode.SYNC, lanes=4, global_batch_size=16, records_per_task=None, dataset=dataset, storage=str(tmp_path)
+        mode=Mode.SYNC,
+        lanes=4,
+        global_batch_size=16,
+        records_per_task=None,
+        dataset=dataset,
+        storage=str(tmp_path),
     )
     first = await FileStorage(now).count(dataset, TaskSizes.of(now))
     later = now.model_copy(update={"trainers": 9})

@@ -67,7 +67,11 @@ class Following:
         self.news: list[News] = []
         self._woken = threading.Event()
         assignment = Assignment(
-            job="digits", storage=str(folder), trackers=trackers, parameters={"epochs": "2"}, beside=str(folder)
+            job="digits",
+            storage=str(folder),
+            trackers=trackers,
+            parameters={"epochs": "2"},
+            beside=str(folder),
         )
         self.follower = Follower(assignment, self.news.append, self._woken.set)
 
@@ -90,7 +94,9 @@ def losses(folder: Path) -> list[int]:
 
 
 def noted(folder: Path, name: str) -> list[int]:
-    return [int(line) for line in (folder / name).read_text().splitlines()] if (folder / name).exists() else []
+    return (
+        [int(line) for line in (folder / name).read_text().splitlines()] if (folder / name).exists() else []
+    )
 
 
 def test_one_that_raises_is_told_once_without_credentials_and_gets_what_it_lacks(
@@ -100,7 +106,10 @@ def test_one_that_raises_is_told_once_without_credentials_and_gets_what_it_lacks
     asyncio.run(store(tmp_path, range(6)))
     job = Following(tmp_path, "mine:Raising", "csv")
     job.until(lambda: job.states("mine:Raising") == ["late"])
-    assert (job.news[0].behind, job.news[0].cause) == (6, "ConnectionError: http://***@host refuses the key ***")
+    assert (job.news[0].behind, job.news[0].cause) == (
+        6,
+        "ConnectionError: http://***@host refuses the key ***",
+    )
     job.until(lambda: losses(tmp_path) == list(range(6)))
     asyncio.run(store(tmp_path, range(6, 9), 2))
     (tmp_path / "well").touch()

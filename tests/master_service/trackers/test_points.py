@@ -10,8 +10,12 @@ def one(number: float) -> Value:
     return Value(number, 1, number, number)
 
 
-def told(table: SeriesTable, known: int, before: dict[str, int], *, over: bool = False) -> list[tuple[str, int, float]]:
-    return [(point.name, point.step, point.value) for point in new_points(table, known, before, 1000, over=over)]
+def told(
+    table: SeriesTable, known: int, before: dict[str, int], *, over: bool = False
+) -> list[tuple[str, int, float]]:
+    return [
+        (point.name, point.step, point.value) for point in new_points(table, known, before, 1000, over=over)
+    ]
 
 
 def test_whole_steps_are_told_at_once_measured_ones_when_there_is_a_later_one() -> None:
@@ -29,7 +33,9 @@ def test_whole_steps_are_told_at_once_measured_ones_when_there_is_a_later_one() 
         ("loss", 2, 2),
     ]
     assert told(table, 3, {"loss": 3, "time.push": 2, "evaluation.mse": 3}) == []
-    assert told(table, 3, {"loss": 3, "time.push": 2, "evaluation.mse": 3}, over=True) == [("time.push", 2, 2)]
+    assert told(table, 3, {"loss": 3, "time.push": 2, "evaluation.mse": 3}, over=True) == [
+        ("time.push", 2, 2)
+    ]
     assert behind(table, {"loss": 1}) == 2
 
 
@@ -55,7 +61,8 @@ def test_a_bucket_of_a_long_series_is_told_when_it_is_full() -> None:
     seen += new_points(table, 2 * MOST_BUCKETS + 101, before, 10_000, over=True)
     steps = [step for point in seen for step in range(point.step, point.last_step + 1)]
     assert len(steps) == len(set(steps))  # no step twice
-    assert len(steps) >= 2 * MOST_BUCKETS + 101 - 3  # at most what shares a bucket with a step that was told before
+    # at most what shares a bucket with a step that was told before
+    assert len(steps) >= 2 * MOST_BUCKETS + 101 - 3
     assert {point.last_step - point.step for point in seen} == {0, 1, 3}
 
 

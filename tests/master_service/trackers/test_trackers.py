@@ -1,4 +1,5 @@
-"""Each tracker, killed in between and made anew: what it has is read back by the format's own reader, each step once."""
+"""Each tracker, killed in between and made anew: what it has is read back by the format's own reader, each
+step once."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def run_in(folder: str | Path, kind: str, attempt: int = 1, **wanted: str) -> Ru
 
     known = json.loads(files.read_bytes(place)) if files.exists(place) else {}
     parameters = {"epochs": "2", "lanes": "4"}
-    return Run("digits", "run-1", attempt, str(folder), parameters, Wanted(kind=kind, **wanted), known, remember)
+    return Run(
+        "digits", "run-1", attempt, str(folder), parameters, Wanted(kind=kind, **wanted), known, remember
+    )
 
 
 def begun(folder: str | Path, kind: str, attempt: int = 1, **wanted: str) -> tuple[Tracker, dict[str, int]]:
@@ -120,15 +123,23 @@ print(json.dumps([run.info.status, run.info.run_name, run.data.tags, run.data.pa
 """
 
 
-def test_an_mlflow_run_goes_on_and_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlflow_run_goes_on_and_has_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Read back by MLflow's own client, in a process of its own."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = f"file://{tmp_path / 'store'}"
     log_with_a_death(tmp_path, "mlflow", uri=uri, experiment="digits", run="first")
-    done = subprocess.run([sys.executable, "-c", MLFLOW, uri], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", MLFLOW, uri], capture_output=True, text=True, check=True, timeout=60
+    )
     status, name, tags, parameters, metrics, steps = json.loads(done.stdout)
     assert (status, name) == ("FINISHED", "first")
-    assert (tags["trireme.job"], tags["trireme.attempt"], tags["trireme.phase"]) == ("digits", "2", "COMPLETED")
+    assert (tags["trireme.job"], tags["trireme.attempt"], tags["trireme.phase"]) == (
+        "digits",
+        "2",
+        "COMPLETED",
+    )
     assert parameters == {"epochs": "2", "lanes": "4"}
     assert metrics == ["evaluation.mse", "loss"]
     assert [(step, pytest.approx(value)) for step, value in steps] == EXPECTED
@@ -150,7 +161,8 @@ def test_a_wandb_run_goes_on_offline_and_what_was_cut_off_is_sent_under_its_numb
     )
     for attempt in ("1", "2"):
         arguments = [sys.executable, "-c", script, str(tmp_path), attempt]
-        own = {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path)}  # wandb leaves folders in the temporary one
+        # wandb leaves folders in the temporary one
+        own = {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path)}
         subprocess.run(arguments, check=True, timeout=60, env={**os.environ, **own})
     rows = [row for file in sorted((tmp_path / "wandb").rglob("*.wandb")) for row in wandb_rows(file)]
     by_number = {row["_step"]: (row["trireme_step"], row["loss"]) for row in rows}
@@ -158,7 +170,8 @@ def test_a_wandb_run_goes_on_offline_and_what_was_cut_off_is_sent_under_its_numb
 
 
 def wandb_rows(file: Path) -> list[dict[str, float]]:
-    """Its files are records in LevelDB's format for logs: blocks of 32 KiB, a header of 7 bytes before each part of a record."""
+    """Its files are records in LevelDB's format for logs: blocks of 32 KiB, a header of 7 bytes before each
+    part of a record."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, parts, rows = file.read_bytes(), 7, b"", []

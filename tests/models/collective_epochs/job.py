@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.models.collective_epochs.member import Member
-from tests.models.collective_epochs.values import LANES, STEPS, Generation, Record, Steps, Version, spread, undisturbed
+from tests.models.collective_epochs.values import (
+    LANES,
+    STEPS,
+    Generation,
+    Record,
+    Steps,
+    Version,
+    spread,
+    undisturbed,
+)
 
 FAULTY_TURNS, QUIET_TURNS = 1500, 8000
 MOST_MEMBERS = 5
@@ -53,11 +62,14 @@ class Job:
             ):
                 common = min(other.has, member.has)
                 same = other.version.steps[:common] == member.version.steps[:common]
-                self.check(same, f"{member.name} and {other.name} have made different steps up to version {common}")
+                self.check(
+                    same, f"{member.name} and {other.name} have made different steps up to version {common}"
+                )
                 owners = member.formed and {member.name, other.name} <= set(member.seen.owners)
                 apart = abs(other.has - member.has) if owners else 0
                 self.check(
-                    apart <= 1, f"owners {member.name} and {other.name} have versions {member.has} and {other.has}"
+                    apart <= 1,
+                    f"owners {member.name} and {other.name} have versions {member.has} and {other.has}",
                 )
 
     def completed(self, member: Member) -> None:
@@ -69,10 +81,13 @@ class Job:
         for lane in range(LANES):
             counted = [records[lane][1] for records in steps]
             lost = (
-                {(lane, place) for place in range(counted[-1])} - {(lane, place) for place in counted} - self.discarded
+                {(lane, place) for place in range(counted[-1])}
+                - {(lane, place) for place in counted}
+                - self.discarded
             )
             self.check(
-                counted == sorted(set(counted)) and not lost, f"lane {lane} counted records {counted}, lost {lost}"
+                counted == sorted(set(counted)) and not lost,
+                f"lane {lane} counted records {counted}, lost {lost}",
             )
 
     # ------------------------------------------------------------ master
@@ -83,8 +98,8 @@ class Job:
         return [m.name for m in there if m.registered and m.held and m.timeline == self.generation.timeline]
 
     def register_again(self, member: Member) -> None:
-        """Its lease had run out; its key is its own. If nobody that is left has as new a version, the others go on from its one, and those that lack
-        more than one join anew."""
+        """Its lease had run out; its key is its own. If nobody that is left has as new a version, the others
+        go on from its one, and those that lack more than one join anew."""
         member.registered = True
         if member.has > 1 + min(
             (self.members[name].has for name in self.generation.owners if name in self.members), default=0
@@ -110,7 +125,9 @@ class Job:
             self.publish(self.generation.timeline, tuple(holders), lanes, since)
             self.is_back = self.is_back and not holders
 
-    def publish(self, timeline: int, members: tuple[str, ...], lanes: dict[str, range], since: dict[str, int]) -> None:
+    def publish(
+        self, timeline: int, members: tuple[str, ...], lanes: dict[str, range], since: dict[str, int]
+    ) -> None:
         self.generation = Generation(self.next_number, timeline, members, lanes, since)
         self.next_number += 1
         self.seen["generations"] += 1

@@ -28,8 +28,9 @@ from tests.models.collective_epochs.values import (
 
 @dataclass
 class Member:
-    """One call or message per `act`. `version` None: it has no state. `kept`: mean gradients of the last versions; `made`: blocks of its own share of the
-    next one; `arriving`: blocks of the next one that came; `computed`: its lanes of the open step, kept until the step is over."""
+    """One call or message per `act`. `version` None: it has no state. `kept`: mean gradients of the last
+    versions; `made`: blocks of its own share of the next one; `arriving`: blocks of the next one that came;
+    `computed`: its lanes of the open step, kept until the step is over."""
 
     name: str
     version: Version | None = None
@@ -73,8 +74,12 @@ class Member:
         )
 
     def basis(self, job: World) -> tuple[str, Statement]:
-        """The member whose version the generation goes on from: the first in the list that has the newest one."""
-        said = {name: self.statement(job) if name == self.name else self.stated[name] for name in self.seen.members}
+        """The member whose version the generation goes on from: the first in the list that has the newest
+        one."""
+        said = {
+            name: self.statement(job) if name == self.name else self.stated[name]
+            for name in self.seen.members
+        }
         if job.ablation == "statements":
             return self.name, self.statement(job)
         newest = max(one.has for one in said.values())
@@ -93,7 +98,9 @@ class Member:
     def same(self, basis: Statement) -> dict[str, Statement]:
         """Of those that have stated: who has the newest version, of the records of the basis."""
         newest = basis.has, basis.made_of.get(basis.has)
-        return {name: one for name, one in self.stated.items() if (one.has, one.made_of.get(basis.has)) == newest}
+        return {
+            name: one for name, one in self.stated.items() if (one.has, one.made_of.get(basis.has)) == newest
+        }
 
     # ------------------------------------------------------------ generations
 
@@ -111,11 +118,14 @@ class Member:
             self.acked = set()
 
     def lose(self, job: World) -> None:
-        """What it has is of no use any more: it joins anew. That never happens to one that is an owner since it was formed, if anybody that it asked can
-        give it the next version."""
+        """What it has is of no use any more: it joins anew. That never happens to one that is an owner since
+        it was formed, if anybody that it asked can give it the next version."""
         able = any(one.since <= self.has < one.has <= self.has + 2 for one in self.stated.values())
         steady = able and self.served >= 0 and self.served == self.seen.since.get(self.name)
-        job.check(not steady, f"{self.name} owns blocks since generation {self.served}, and loses version {self.has}")
+        job.check(
+            not steady,
+            f"{self.name} owns blocks since generation {self.served}, and loses version {self.has}",
+        )
         self.forget()
 
     def forget(self) -> None:
@@ -160,7 +170,9 @@ class Member:
     def open_lanes(self) -> list[Lane]:
         """That have data to push."""
         return [
-            lane for lane in self.seen.lanes_of[self.name] if any((k, lane) not in self.acked for k in range(BLOCKS))
+            lane
+            for lane in self.seen.lanes_of[self.name]
+            if any((k, lane) not in self.acked for k in range(BLOCKS))
         ]
 
     def compute_or_push(self, job: World, rng: random.Random, lane: Lane) -> None:
@@ -196,7 +208,8 @@ class Member:
         assert self.version is not None
         means = {**self.arriving, **self.made}
         job.check(
-            len({records for _, records in means.values()}) == 1, f"{self.name} made a step of two sets of records"
+            len({records for _, records in means.values()}) == 1,
+            f"{self.name} made a step of two sets of records",
         )
         self.version = self.version.stepped(means)
         self.kept[self.has] = means
@@ -210,7 +223,8 @@ class Member:
     # ------------------------------------------------------------ joining
 
     def join(self, job: World, rng: random.Random) -> None:
-        """The state block by block, from several members, at different versions; then the means of the versions since."""
+        """The state block by block, from several members, at different versions; then the means of the
+        versions since."""
         if self.seen.timeline != job.generation.timeline:
             return self.read(job, job.generation)
         if job.is_back and self.timeline == job.generation.timeline and not job.holders():
@@ -256,16 +270,31 @@ class Member:
             self.stated.setdefault(sender, said)
 
     def on_push(
-        self, job: World, sender: str, generation: int, step: int, block: int, lane: Lane, value: float, record: Record
+        self,
+        job: World,
+        sender: str,
+        generation: int,
+        step: int,
+        block: int,
+        lane: Lane,
+        value: float,
+        record: Record,
     ) -> None:
-        if self.is_stale(job, generation, "generation-fence") or not self.formed or self.seen.owner(block) != self.name:
+        if (
+            self.is_stale(job, generation, "generation-fence")
+            or not self.formed
+            or self.seen.owner(block) != self.name
+        ):
             return
         if step == self.has and block not in self.made:
             data = self.lane_data.setdefault(block, {})
             data.setdefault(lane, (value, record))
             if len(data) == LANES:
                 inputs = [data[each] for each in range(LANES)]
-                self.made[block] = tree_sum([each for each, _ in inputs]), tuple(record for _, record in inputs)
+                self.made[block] = (
+                    tree_sum([each for each, _ in inputs]),
+                    tuple(record for _, record in inputs),
+                )
         if step <= self.has:
             job.answer(self, sender, "ack", generation, step, block, lane)
 
@@ -279,12 +308,21 @@ class Member:
         if version == self.has + 1 and block in self.made:
             job.answer(self, sender, "mean", generation, version, block, self.made[block], None)
         elif block in self.kept.get(version, {}):
-            job.answer(self, sender, "mean", generation, version, block, self.kept[version][block], self.version)
+            job.answer(
+                self, sender, "mean", generation, version, block, self.kept[version][block], self.version
+            )
         elif version <= self.has:
             job.answer(self, sender, "gone", generation, version, block)
 
     def on_mean(
-        self, job: World, sender: str, generation: int, version: int, block: int, mean: Any, at: Version | None
+        self,
+        job: World,
+        sender: str,
+        generation: int,
+        version: int,
+        block: int,
+        mean: Any,
+        at: Version | None,
     ) -> None:
         if self.is_stale(job, generation, "pulls-thrown-away"):
             return
@@ -314,7 +352,8 @@ class Member:
             self.joining.setdefault(block, part)
 
     def is_of_one_history(self, job: World, steps: Steps) -> bool:
-        """What comes, and what is collected. Else it begins anew: a donor has a version that is made of other records."""
+        """What comes, and what is collected. Else it begins anew: a donor has a version that is made of other
+        records."""
         lengths = [(other, min(len(other), len(steps))) for other, _, _ in self.joining.values()]
         if all(other[:common] == steps[:common] for other, common in lengths) or job.ablation == "made-of":
             return True

@@ -22,7 +22,9 @@ def noise(record: Record, block: int) -> float:
 def gradient(params: tuple[float, ...], record: Record) -> tuple[float, ...]:
     """Depends on all parameters, so that a mixture of versions shows in the bits."""
     total = sum(params)
-    return tuple(0.3 * noise(record, k) + 0.1 * (record[0] + 1) * params[k] + 0.01 * total for k in range(BLOCKS))
+    return tuple(
+        0.3 * noise(record, k) + 0.1 * (record[0] + 1) * params[k] + 0.01 * total for k in range(BLOCKS)
+    )
 
 
 def tree_sum(of_lane: list[float]) -> float:
@@ -68,7 +70,8 @@ def undisturbed(steps: Steps) -> Version:
 
 @dataclass(frozen=True)
 class Generation:
-    """`owners`: members that have lanes; they share the blocks. `since`: by owner, the generation since which it has always been one."""
+    """`owners`: members that have lanes; they share the blocks. `since`: by owner, the generation since which
+    it has always been one."""
 
     number: int = 0
     timeline: int = 0
@@ -86,7 +89,10 @@ class Generation:
     def without(self, name: str) -> Generation:
         left = tuple(member for member in self.members if member != name)
         return Generation(
-            self.number + 1, self.timeline, left, spread(left, [LANES * i // len(left) for i in range(1, len(left))])
+            self.number + 1,
+            self.timeline,
+            left,
+            spread(left, [LANES * i // len(left) for i in range(1, len(left))]),
         )
 
 
@@ -97,8 +103,8 @@ def spread(members: tuple[str, ...], cuts: list[int]) -> dict[str, range]:
 
 @dataclass(frozen=True)
 class Statement:
-    """What a member has: its version, the first one whose means it can give, and the records that its last versions are made of. `since`: the version that
-    it got whole, so it knows the steps behind that one."""
+    """What a member has: its version, the first one whose means it can give, and the records that its last
+    versions are made of. `since`: the version that it got whole, so it knows the steps behind that one."""
 
     has: int
     first: int

@@ -1,4 +1,5 @@
-"""An asynchronous job at two parameter servers: its pushes, its paused checkpoints, and a parameter server that is replaced."""
+"""An asynchronous job at two parameter servers: its pushes, its paused checkpoints, and a parameter server
+that is replaced."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def push_of(task, start, end, minibatches=4, **fields):
             "start": start,
             "end": end,
             "minibatches": minibatches,
-            "lane_zero": LaneZero(options=({"lr": 0.1},), scheduler={"state": {"last_epoch": 1}}, number=start),
+            "lane_zero": LaneZero(
+                options=({"lr": 0.1},), scheduler={"state": {"last_epoch": 1}}, number=start
+            ),
             **fields,
         }
     )
@@ -62,14 +65,17 @@ async def push(cluster, task, start):
         if node.process.dead or node.pserver.store is None or not await cluster.informed(node):
             continue
         gradients = parts.gradient(cluster.layout, start, task)
-        items = [(PushBlock(block=n, count=1), parts.bytes_view(gradients[n])) for n in node.pserver.store.blocks]
+        items = [
+            (PushBlock(block=n, count=1), parts.bytes_view(gradients[n])) for n in node.pserver.store.blocks
+        ]
         header = push_of(task, start, start + 1, generation=cluster.state.generation)
         answers.append(await node.pserver.push(header, stream(items)))
     return answers
 
 
 async def paused_checkpoint(cluster, step, *, confirmed=True, operation=""):
-    """What the master does once all trainers have paused. Whether it was taken: a death before all have copied ends it."""
+    """What the master does once all trainers have paused. Whether it was taken: a death before all have
+    copied ends it."""
     state = cluster.state
     uuid = stored.checkpoint_uuid(parts.JOB, state.timeline, cluster.slots.version, step)
     saving = state.model_copy(
@@ -80,7 +86,9 @@ async def paused_checkpoint(cluster, step, *, confirmed=True, operation=""):
         }
     )
     cut = CheckpointCut(step=step, timeline=state.timeline, operation=operation)
-    await cluster.etcd.txn([], [Put(KEYS.state, saving.to_bytes()), Put(KEYS.checkpoint_cut(uuid), cut.to_bytes())])
+    await cluster.etcd.txn(
+        [], [Put(KEYS.state, saving.to_bytes()), Put(KEYS.checkpoint_cut(uuid), cut.to_bytes())]
+    )
     cluster.state = state.model_copy(update={"generation": state.generation + 1, "saved": step})
     writes = [Put(KEYS.state, cluster.state.to_bytes())]
     while any(member.copied != uuid for member in (await cluster.members()).values()):
@@ -112,4 +120,6 @@ async def count_losses(cluster, node):
     await cluster.write_state(
         cluster.state.model_copy(update={"mends": mends, "generation": cluster.state.generation + 1})
     )
-    await until(lambda: node.pserver.store is not None or node.own_index.record.restored.error, "it serves", 60.0)
+    await until(
+        lambda: node.pserver.store is not None or node.own_index.record.restored.error, "it serves", 60.0
+    )

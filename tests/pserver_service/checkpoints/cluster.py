@@ -1,4 +1,5 @@
-"""Parameter servers as processes on the virtual loop, with a simulated etcd and real files. The test is master and trainer."""
+"""Parameter servers as processes on the virtual loop, with a simulated etcd and real files. The test is
+master and trainer."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ class Node:
         self.process = StoppingProcess(name)
         self.crash_point = CrashPoint(self.process)
         etcd = Etcd(self.crash_point.transport(cluster.simulated.transport(name)))
-        made = cluster.make_pserver(Pserver(parts.JOB, ids.new_id(name)), name, etcd, self.crash_point.offload)
+        made = cluster.make_pserver(
+            Pserver(parts.JOB, ids.new_id(name)), name, etcd, self.crash_point.offload
+        )
         self.pserver, self.directory = made.pserver, made.directory
         self.own_index, self.member = made.own_index, made.member
         self.stopping = asyncio.Event()
@@ -76,7 +79,8 @@ class PserverCluster(Cluster):
                 lease_ttl_s=TTL_S,
                 **{"checkpoint_every_steps": 2, "epochs": 99, **spec},
             ),
-            SimulatedEtcd(delay_s=(0.002, 0.002)),  # so a kill falls before, while and after etcd does something
+            # so a kill falls before, while and after etcd does something
+            SimulatedEtcd(delay_s=(0.002, 0.002)),
         )
         self.storage = storage
         self.layout = layout or parts.layout_of()
@@ -116,7 +120,9 @@ class PserverCluster(Cluster):
             await node.pserver.init(parts.header_of(self.layout, index), stream(items))
         await self.etcd.put(KEYS.layout, self.layout.to_bytes())
 
-    async def write_state(self, state: JobState, slots: Any = None, trainers: tuple[str, ...] | None = None) -> None:
+    async def write_state(
+        self, state: JobState, slots: Any = None, trainers: tuple[str, ...] | None = None
+    ) -> None:
         self.state, self.slots = state, slots or self.slots
         self.trainers = self.trainers if trainers is None else trainers
         writes = [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, self.slots.to_bytes())]
@@ -155,7 +161,9 @@ class PserverCluster(Cluster):
                 break
             await asyncio.sleep(0.1)
         if not any(member.restored.error for member in members.values()):
-            await self.write_state(state.model_copy(update={"phase": Phase.RUNNING, "generation": generation + 1}))
+            await self.write_state(
+                state.model_copy(update={"phase": Phase.RUNNING, "generation": generation + 1})
+            )
         return list(members.values())
 
     async def members(self) -> dict[int, PserverMember]:
@@ -168,7 +176,8 @@ class PserverCluster(Cluster):
     # ------------------------------------------------------------ training
 
     async def train(self, first: int, last: int, asked: CheckpointAsked | None = None) -> None:
-        """Steps [first, last) at all parameter servers that live; like a trainer it waits for nobody's checkpoint."""
+        """Steps [first, last) at all parameter servers that live; like a trainer it waits for nobody's
+        checkpoint."""
         for step in range(first, last):
             for lane in range(parts.LANES):
                 for node in self.nodes.values():
@@ -177,7 +186,8 @@ class PserverCluster(Cluster):
             await asyncio.sleep(0.001)
 
     async def informed(self, node: Node) -> bool:
-        """Wait until the node has read the job's generation, as a trainer does whose pushes are ahead of it. False: it died or froze."""
+        """Wait until the node has read the job's generation, as a trainer does whose pushes are ahead of it.
+        False: it died or froze."""
         generation, directory, process = self.state.generation, node.directory, node.process
 
         def is_informed() -> bool:
@@ -195,7 +205,9 @@ class PserverCluster(Cluster):
             return None
         header: PushHeader = parts.push_header(step, lane, generation=self.state.generation)
         if asked is not None and header.lane_zero is not None:
-            header = header.model_copy(update={"lane_zero": header.lane_zero.model_copy(update={"asked": asked})})
+            header = header.model_copy(
+                update={"lane_zero": header.lane_zero.model_copy(update={"asked": asked})}
+            )
         return await node.pserver.push(header, stream(self.items(node, step, lane)))
 
     def items(self, node: Node, step: int, lane: int) -> list[tuple[PushBlock, Any]]:
@@ -218,7 +230,8 @@ class PserverCluster(Cluster):
         return CheckpointLatest.model_validate_json(found.value) if found else None
 
     async def committed(self, step: int, limit_s: float = 60.0) -> CheckpointLatest:
-        """Wait until the checkpoint of `step` in this timeline is the latest one and its committer is done."""
+        """Wait until the checkpoint of `step` in this timeline is the latest one and its committer is
+        done."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + limit_s
         while True:

@@ -1,4 +1,5 @@
-"""Checkpoints of a synchronous job: what a parameter server does in order, and how the job continues after it was stopped."""
+"""Checkpoints of a synchronous job: what a parameter server does in order, and how the job continues after it
+was stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ LAYOUT = parts.layout_of(elements=64)  # 4, 2 and 1 blocks: both have some
 
 
 async def opened(storage):
-    """Two parameter servers one step before version 2, which is due; `latest` is version 0, and only one is kept."""
+    """Two parameter servers one step before version 2, which is due; `latest` is version 0, and only one is
+    kept."""
     cluster = PserverCluster(str(storage), keep_checkpoints=1, layout=LAYOUT)
     await cluster.open()
     await cluster.committed(0)

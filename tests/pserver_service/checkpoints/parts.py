@@ -1,4 +1,5 @@
-"""Parameter servers without a network: trained by direct pushes, their snapshots written and loaded as a job's would be."""
+"""Parameter servers without a network: trained by direct pushes, their snapshots written and loaded as a
+job's would be."""
 
 from __future__ import annotations
 
@@ -27,11 +28,17 @@ JOB = "ctr"
 LANES = 2
 TRAINER = "t"  # the only member that trains
 OPTIMIZERS = {
-    "SGD": OptimizerSpec(name="SGD", defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, groups=({},)),
+    "SGD": OptimizerSpec(
+        name="SGD", defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, groups=({},)
+    ),
     "plain SGD": OptimizerSpec(name="SGD", defaults={"lr": 0.1}, groups=({},)),
     "Adam": OptimizerSpec(name="Adam", defaults={"lr": 0.01, "amsgrad": True}, groups=({},)),
-    "AdamW": OptimizerSpec(name="AdamW", defaults={"lr": 0.01, "weight_decay": 0.1, "fused": True}, groups=({},)),
-    "Adagrad": OptimizerSpec(name="Adagrad", defaults={"lr": 0.1, "initial_accumulator_value": 0.5}, groups=({},)),
+    "AdamW": OptimizerSpec(
+        name="AdamW", defaults={"lr": 0.01, "weight_decay": 0.1, "fused": True}, groups=({},)
+    ),
+    "Adagrad": OptimizerSpec(
+        name="Adagrad", defaults={"lr": 0.1, "initial_accumulator_value": 0.5}, groups=({},)
+    ),
     "Lion": OptimizerSpec(name="Lion", defaults={"lr": 0.01, "weight_decay": 0.1}, groups=({},)),
     "NAdam": OptimizerSpec(name="NAdam", defaults={"lr": 0.01}, groups=({},)),
 }
@@ -44,7 +51,9 @@ def layout_of(optimizer: str = "Adam", elements: int = 150) -> Layout:
         Segment(kind="buffer", dtype="float32", elements=20),
         Segment(kind="buffer", dtype="int64", elements=3),
     )
-    return Layout(segments=segments, block_bytes=64, digest="d1", optimizer=OPTIMIZERS[optimizer], slot_count=128)
+    return Layout(
+        segments=segments, block_bytes=64, digest="d1", optimizer=OPTIMIZERS[optimizer], slot_count=128
+    )
 
 
 def listed(keys: Keys, generation: int, names: tuple[str, ...]) -> list[Put]:
@@ -84,7 +93,9 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 def header_of(layout: Layout, index: int = 0) -> InitHeader:
     record = StepRecord(version=0, positions=positions(0))
-    return InitHeader(job=JOB, generation=0, mode=Mode.SYNC, lanes=LANES, layout=layout, pserver=index, record=record)
+    return InitHeader(
+        job=JOB, generation=0, mode=Mode.SYNC, lanes=LANES, layout=layout, pserver=index, record=record
+    )
 
 
 def blocks_of(layout: Layout, index: int, slots: SlotMap) -> list[int]:
@@ -139,7 +150,9 @@ def state_of(stores: list[Store]) -> dict[str, bytes]:
             found[f"{number}"] = bytes(block.current.view)
             found[f"{number} version"] = str(block.version).encode()
             for name, tensor in block.optimizer_state().items():
-                found[f"{number} {name}"] = bytes(bytes_view(tensor.reshape(-1))) + str(tuple(tensor.shape)).encode()
+                found[f"{number} {name}"] = (
+                    bytes(bytes_view(tensor.reshape(-1))) + str(tuple(tensor.shape)).encode()
+                )
     return dict(sorted(found.items()))
 
 
@@ -154,14 +167,23 @@ def metadata_of(uuid: str, snapshot: Snapshot) -> dict[str, str]:
 
 
 def save(
-    storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uuid: str = "u1", checksum: str = "xxh3-128"
+    storage: str,
+    layout: Layout,
+    taken: list[Snapshot],
+    slots: SlotMap,
+    uuid: str = "u1",
+    checksum: str = "xxh3-128",
 ) -> CheckpointRef:
     """Write a checkpoint as a job's parameter servers would, without etcd."""
     parts, record, asynchronous = [], taken[0].record, isinstance(taken[0], AsyncSnapshot)
     for index, snapshot in enumerate(taken):
         file = f"pserver-{index}.x.safetensors"
         summary = writer.write_part(
-            f"{stored.folder(storage, uuid)}/{file}", partial(metadata_of, uuid, snapshot), snapshot, (), checksum
+            f"{stored.folder(storage, uuid)}/{file}",
+            partial(metadata_of, uuid, snapshot),
+            snapshot,
+            (),
+            checksum,
         )
         parts.append(
             CheckpointPart(
@@ -183,7 +205,9 @@ def save(
         term=1,
         generation=1,
         mode=Mode.ASYNC if asynchronous else Mode.SYNC,
-        queue={"meta": TaskMeta(epoch=0, digest="d", seed=0, tasks=9).model_dump_json()} if asynchronous else {},
+        queue={"meta": TaskMeta(epoch=0, digest="d", seed=0, tasks=9).model_dump_json()}
+        if asynchronous
+        else {},
         lanes=LANES,
         seed=0,
         spec_digest="s",

@@ -1,4 +1,5 @@
-"""Parameter servers with embedding tables, in a cluster on the virtual loop, and what their rows have to be."""
+"""Parameter servers with embedding tables, in a cluster on the virtual loop, and what their rows have to
+be."""
 
 from __future__ import annotations
 
@@ -61,9 +62,15 @@ def rows_in(stores: list[Store]) -> bytes:
 
 
 def _content(tables: list[Table]) -> bytes:
-    rows = to_records(joined([table.read_slot(slot) for table in tables for slot in table.slots()], tables[0].width))
+    rows = to_records(
+        joined([table.read_slot(slot) for table in tables for slot in table.slots()], tables[0].width)
+    )
     [updates] = {table.updates for table in tables}
-    sketch = b"" if tables[0].sketch is None else np.bitwise_or.reduce([table.sketch for table in tables]).tobytes()
+    sketch = (
+        b""
+        if tables[0].sketch is None
+        else np.bitwise_or.reduce([table.sketch for table in tables]).tobytes()
+    )
     return rows.tobytes() + sketch + str(updates).encode()
 
 
@@ -74,7 +81,9 @@ class TableCluster(PserverCluster):
     def items(self, node: Node, step: int, lane: int) -> list[tuple[PushBlock, Any]]:
         ids, rows = [], []
         for spec, every in zip(SPECS, ids_of(step, lane), strict=True):
-            own = owned_slots(self.slots.owners, node.pserver.index)[slots_of(every, spec.seed, LAYOUT.slot_count)]
+            own = owned_slots(self.slots.owners, node.pserver.index)[
+                slots_of(every, spec.seed, LAYOUT.slot_count)
+            ]
             ids.append(every[own])
             rows.append(gradients_of(step, lane, spec, every)[own])
         counts = tuple(len(some) for some in ids)

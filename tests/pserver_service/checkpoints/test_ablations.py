@@ -1,4 +1,5 @@
-"""Each safeguard of checkpoints proves itself: without it, a scenario that passes with it breaks a promise."""
+"""Each safeguard of checkpoints proves itself: without it, a scenario that passes with it breaks a
+promise."""
 
 from __future__ import annotations
 
@@ -48,14 +49,17 @@ def test_without_the_checksum_a_flipped_bit_is_loaded(tmp_path):
 
 
 async def roll_back_in_the_middle(storage):
-    """The job begins to roll back while the last part is being written, and nobody has noticed when it is there."""
+    """The job begins to roll back while the last part is being written, and nobody has noticed when it is
+    there."""
     cluster = PserverCluster(str(storage))
     await cluster.open()
     before = await cluster.committed(0)
 
     async def slow(work, *arguments):
         result = work(*arguments)
-        await cluster.write_state(JobState(phase=Phase.ROLLING_BACK, generation=2, timeline=2, checkpoint=before.uuid))
+        await cluster.write_state(
+            JobState(phase=Phase.ROLLING_BACK, generation=2, timeline=2, checkpoint=before.uuid)
+        )
         return result
 
     node = cluster.nodes[1]
@@ -121,7 +125,8 @@ def test_without_the_fence_of_the_index_a_sleeper_publishes_after_it_was_replace
 
 @contextlib.contextmanager
 def unproven(*keys, lock=True):
-    """`latest` is written without comparing these keys (prefixes); `lock` False: and whoever asks for the lock has it."""
+    """`latest` is written without comparing these keys (prefixes); `lock` False: and whoever asks for the
+    lock has it."""
     proofs, acquire = Committer.proofs, commit.try_acquire
     keys = keys if lock else (*keys, KEYS.finish_lock)
 
@@ -136,7 +141,8 @@ def unproven(*keys, lock=True):
 
 
 async def a_late_finisher(storage):
-    """The one that commits version 2 is slow to publish it, its lease running on, while version 4 gets whole."""
+    """The one that commits version 2 is slow to publish it, its lease running on, while version 4 gets
+    whole."""
     cluster = PserverCluster(str(storage), keep_checkpoints=9)
     await cluster.open()
     await cluster.committed(0)

@@ -1,4 +1,5 @@
-"""Checkpoints of asynchronous jobs at the parameter servers: copied in a pause or alone, with the ledger, and the way back."""
+"""Checkpoints of asynchronous jobs at the parameter servers: copied in a pause or alone, with the ledger, and
+the way back."""
 
 from __future__ import annotations
 
@@ -57,14 +58,18 @@ def test_a_ledger_survives_its_text():
     assert (found, blocks) == (ledger.saved(), (10, 12, 14))
     again = Ledger.loaded([(found, position) for position in range(3)])
     assert again.counts() == ledger.counts()
-    assert [again.next_of(0, task) for task in (5, 7, 2000)] == [ledger.next_of(0, task) for task in (5, 7, 2000)]
+    assert [again.next_of(0, task) for task in (5, 7, 2000)] == [
+        ledger.next_of(0, task) for task in (5, 7, 2000)
+    ]
 
 
 def test_blocks_from_several_parts_bring_their_own_books():
     one, other = filled(2, t5=(4, 4), t6=(4, 4), t7=(1, 1)).saved(), filled(1, t5=(4,), t7=(3,)).saved()
     ledger = Ledger.loaded([(one, 1), (other, 0)])
     assert ledger.next_of(0, 5).closed, "closed at all of them"
-    assert (ledger.next_of(0, 6).closed, ledger.next_of(0, 6).next) == (False, 0), "closed at one, unknown at the other"
+    assert (ledger.next_of(0, 6).closed, ledger.next_of(0, 6).next) == (False, 0), (
+        "closed at one, unknown at the other"
+    )
     assert judged(ledger, 6, 0, 1, 0) is Verdict.DUPLICATE
     assert [judged(ledger, 6, start, start + 1, 1) for start in range(4)] == [Verdict.APPLIED] * 4
     assert ledger.next_of(0, 6).closed
@@ -110,8 +115,8 @@ def test_a_pause_that_was_not_confirmed_is_never_committed(tmp_path):
 
 
 def copied_in_parts(cluster, number, meanwhile):
-    """Parameter server 0 copies in parts, with `meanwhile()` after the first one. Whether it keeps the copy, the blocks it told, and
-    whether a copy waits."""
+    """Parameter server 0 copies in parts, with `meanwhile()` after the first one. Whether it keeps the copy,
+    the blocks it told, and whether a copy waits."""
     pserver, told = cluster.nodes[0].pserver, []
 
     def goes_on(blocks):
@@ -119,7 +124,9 @@ def copied_in_parts(cluster, number, meanwhile):
         return blocks > 1 or meanwhile() is not False
 
     async def copied():
-        kept = await copies.copy(pserver, StepRecord(version=number, positions=()), cluster.state.generation, goes_on)
+        kept = await copies.copy(
+            pserver, StepRecord(version=number, positions=()), cluster.state.generation, goes_on
+        )
         return kept, told, pserver.store is not None and pserver.store.snapshot_waits
 
     return copied()
@@ -141,7 +148,9 @@ def test_a_copy_in_parts_is_kept_only_if_it_is_of_one_instant(tmp_path, monkeypa
         cluster = await opened(tmp_path)
         pserver = cluster.nodes[0].pserver
         every = list(range(1, len(pserver.store.blocks)))
-        assert await copied_in_parts(cluster, 1, lambda: False) == (False, [1], False), "the pause was given up"
+        assert await copied_in_parts(cluster, 1, lambda: False) == (False, [1], False), (
+            "the pause was given up"
+        )
         torn = await copied_in_parts(cluster, 2, lambda: update_a_block(pserver))
         assert torn == (not checked, every, not checked)
         assert await copied_in_parts(cluster, 3, lambda: True) == (True, every, True)
@@ -168,7 +177,9 @@ async def told_by_the_first(cluster, said):
             said += [PserverMember.model_validate_json(event.kv.value).copying for event in batch.events]
 
 
-def test_a_pserver_that_copies_for_longer_than_its_lease_says_how_far_it_is_and_keeps_its_index(tmp_path, monkeypatch):
+def test_a_pserver_that_copies_for_longer_than_its_lease_says_how_far_it_is_and_keeps_its_index(
+    tmp_path, monkeypatch
+):
     copies_slowly(monkeypatch, 0.2)
 
     async def scenario():
@@ -218,7 +229,9 @@ def test_a_paused_checkpoint_that_somebody_asked_for_is_not_pushed_out_by_the_sc
             latest = await cluster.committed(step)
         assert latest.operation == ""
         assert [(ref.step, ref.asked) for ref in latest.kept] == [(3, False), (1, True)]
-        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {ref.uuid for ref in latest.kept}
+        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+            ref.uuid for ref in latest.kept
+        }
 
     run_scenario(scenario)
 
@@ -244,10 +257,18 @@ def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_
         await push(cluster, 3, 1)
         other = parts.state_of([cluster.nodes[0].pserver.store])
         node, said = await replace(cluster, 1)
-        assert (said.rejoined, said.checkpoint, said.error, said.positions) == (True, latest.uuid, "", {"3": 1})
+        assert (said.rejoined, said.checkpoint, said.error, said.positions) == (
+            True,
+            latest.uuid,
+            "",
+            {"3": 1},
+        )
         assert parts.state_of([cluster.nodes[0].pserver.store]) == other
         answers = await push(cluster, 3, 2)
-        assert [(answer.applied > 0, bool(answer.refused)) for answer in answers] == [(True, False), (False, True)]
+        assert [(answer.applied > 0, bool(answer.refused)) for answer in answers] == [
+            (True, False),
+            (False, True),
+        ]
         assert {refusal.code for refusal in answers[1].refused} == {"TOO_EARLY"}
         assert [answer.applied > 0 for answer in await push(cluster, 3, 1)] == [False, True]
         assert node.pserver.timeline == 0
@@ -256,7 +277,8 @@ def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_
 
 
 def test_a_replaced_pserver_takes_no_push_before_what_it_lacks_is_on_record(tmp_path):
-    """What it lacks is counted as the tasks that are done: one that gets done by a push to it must not be counted."""
+    """What it lacks is counted as the tasks that are done: one that gets done by a push to it must not be
+    counted."""
 
     async def scenario():
         cluster = await opened(tmp_path)
@@ -285,12 +307,19 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
         away = Away(node.crash_point.offload, times=50)
         cluster.every.append(node)
         node.member.rejoin.context = dataclasses.replace(node.member.rejoin.context, offload=away)
-        await until(lambda: any(member.waits for member in node.directory.pservers.values()), "it says why", 60.0)
+        await until(
+            lambda: any(member.waits for member in node.directory.pservers.values()), "it says why", 60.0
+        )
         assert (await cluster.members())[1].waits == (
-            f"pserver-1 waits to load checkpoint {latest.uuid} (step 1): the storage is not reached: no answer from http://s3"
+            f"pserver-1 waits to load checkpoint {latest.uuid} (step 1): the storage is not "
+            "reached: no answer from http://s3"
         )
         await until(lambda: node.own_index.record.restored is not None, "it comes back", 60.0)
-        assert (node.own_index.record.restored.error, node.own_index.record.waits, away.refused) == ("", "", 50)
+        assert (node.own_index.record.restored.error, node.own_index.record.waits, away.refused) == (
+            "",
+            "",
+            50,
+        )
 
     run_scenario(scenario)
 
@@ -351,7 +380,9 @@ def test_independent_checkpoints_keep_two_and_fall_back_from_damage(tmp_path):
         assert (said.checkpoint, said.error) == (saved.kept[1].uuid, "")
         assert saved.kept[0].uuid in said.damaged
         await asyncio.sleep(30.0)
-        assert await own(cluster, 1) == saved, "what it came back from stays until the master has counted the loss"
+        assert await own(cluster, 1) == saved, (
+            "what it came back from stays until the master has counted the loss"
+        )
         await count_losses(cluster, node)
         newest = await saved_alone(cluster, 1, 4)
         assert [ref.step for ref in newest.kept] == [4, 2], "the damaged one counts no more"
@@ -364,5 +395,7 @@ def test_independent_checkpoints_keep_two_and_fall_back_from_damage(tmp_path):
 
 
 def test_the_states_of_saving_are_read_back():
-    state = JobState(phase=Phase.CHECKPOINTING, saving=Saving(uuid="u", step=3), saved=3, absent=(1,), mends={"1": "x"})
+    state = JobState(
+        phase=Phase.CHECKPOINTING, saving=Saving(uuid="u", step=3), saved=3, absent=(1,), mends={"1": "x"}
+    )
     assert JobState.model_validate_json(state.to_bytes()) == state

@@ -1,4 +1,5 @@
-"""What is loaded is what was: values, optimizer state, versions and records, at any number of parameter servers."""
+"""What is loaded is what was: values, optimizer state, versions and records, at any number of parameter
+servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whatever is wrong with a checkpoint's files is found before anything of them is used, and the message says what."""
+"""Whatever is wrong with a checkpoint's files is found before anything of them is used, and the message says
+what."""
 
 from __future__ import annotations
 
@@ -133,7 +134,9 @@ def test_a_manifest_that_lacks_a_part(saved):
 def test_verify_reads_every_part(saved):
     storage, ref, folder = saved
     manifest = stored.read_manifest(storage, parts.JOB, ref)
-    assert stored.verify_parts(storage, ref, manifest) == sum(path.stat().st_size for path in folder.glob("pserver-*"))
+    assert stored.verify_parts(storage, ref, manifest) == sum(
+        path.stat().st_size for path in folder.glob("pserver-*")
+    )
     (folder / "pserver-1.x.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointUnusable):
         stored.verify_parts(storage, ref, manifest)

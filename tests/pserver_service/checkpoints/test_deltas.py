@@ -1,4 +1,5 @@
-"""Checkpoints that save of tables what has changed: chains restore to the same bits, and no file that one needs is deleted."""
+"""Checkpoints that save of tables what has changed: chains restore to the same bits, and no file that one
+needs is deleted."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def deltas(manifest: Manifest) -> list[int]:
 def check(cluster: TableCluster, kept: tuple[CheckpointRef, ...], pservers: int) -> None:
     for ref in kept:
         stored.verify_parts(cluster.storage, ref, stored.read_manifest(cluster.storage, parts.JOB, ref))
-        assert rows_in(parts.load(cluster.storage, ref, pservers, digest=LAYOUT.digest)) == expected_rows(ref.step), ref
+        assert rows_in(parts.load(cluster.storage, ref, pservers, digest=LAYOUT.digest)) == expected_rows(
+            ref.step
+        ), ref
 
 
 def test_a_base_and_20_deltas_load_at_any_number_of_servers(tmp_path):
@@ -47,7 +50,9 @@ def test_a_base_and_20_deltas_load_at_any_number_of_servers(tmp_path):
         latest = await cluster.latest()
         newest, *older = manifests(cluster, latest.kept)
         assert deltas(newest) == [20, 20]
-        assert [manifest.step for manifest in older] == list(range(FIRST + 18, FIRST - 2, -1)), "all that it needs"
+        assert [manifest.step for manifest in older] == list(range(FIRST + 18, FIRST - 2, -1)), (
+            "all that it needs"
+        )
         assert folders(cluster.storage) == {ref.uuid for ref in latest.kept}
         base = older[-1]
         for part, whole in zip(newest.parts, base.parts, strict=True):
@@ -67,7 +72,8 @@ def test_only_what_a_kept_chain_needs_stays_and_a_new_base_ends_it(tmp_path):
             latest = await cluster.latest()
             kept[step] = [ref.step for ref in latest.kept]
             assert folders(cluster.storage) == {ref.uuid for ref in latest.kept}
-        # whole: 1, 2, 5, 8. Two are kept, those that they need, and the newest one before that needs none of these
+        # whole: 1, 2, 5, 8. Two are kept, those that they need, and the newest one before that needs none of
+        # these
         assert {step: kept[step] for step in range(2, 9)} == {
             2: [2, 1],
             3: [3, 2, 1],
@@ -130,7 +136,9 @@ def test_what_builds_on_a_damaged_delta_is_refused_and_the_one_before_it_loads(t
         refs = {ref.step: ref for ref in (await cluster.latest()).kept}
         damage(cluster, refs[5], lost=lost)
         manifest = stored.read_manifest(cluster.storage, parts.JOB, refs[7])
-        with pytest.raises(CheckpointUnusable, match=rf"\(step 7\) cannot be used: .*{refs[5].uuid}/pserver-1"):
+        with pytest.raises(
+            CheckpointUnusable, match=rf"\(step 7\) cannot be used: .*{refs[5].uuid}/pserver-1"
+        ):
             stored.verify_parts(cluster.storage, refs[7], manifest)
         damaged: tuple[str, ...] = ()
         for step in (7, 6, 5):
@@ -180,7 +188,10 @@ def test_a_delta_is_not_committed_once_what_it_builds_on_may_be_deleted(tmp_path
         latest = await cluster.latest()
         await cluster.etcd.put(KEYS.latest, latest.model_copy(update={"kept": ()}).to_bytes())
         await cluster.train(4, 5)
-        await until(lambda: all(not node.member.checkpointer.busy for node in cluster.nodes.values()), "it is given up")
+        await until(
+            lambda: all(not node.member.checkpointer.busy for node in cluster.nodes.values()),
+            "it is given up",
+        )
         assert (await cluster.latest()).step == 4
         await cluster.etcd.put(KEYS.latest, latest.to_bytes())
         await cluster.checkpointed(5, 6)

@@ -1,4 +1,5 @@
-"""A parameter server is asked to leave (SIGTERM): what it saves first, and how long it may take. The test is master and trainer."""
+"""A parameter server is asked to leave (SIGTERM): what it saves first, and how long it may take. The test is
+master and trainer."""
 
 from __future__ import annotations
 

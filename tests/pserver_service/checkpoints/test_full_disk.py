@@ -1,4 +1,5 @@
-"""Storage that cannot be written, on real file systems: told once, training goes on, the old checkpoint stays, nothing is left."""
+"""Storage that cannot be written, on real file systems: told once, training goes on, the old checkpoint
+stays, nothing is left."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ async def troubles(cluster: PserverCluster) -> dict[int, str]:
 
 
 async def told(cluster: PserverCluster) -> list[PserverMember]:
-    """Every value of ps/<index> since the start that differs from the one before in what it says about checkpoints."""
+    """Every value of ps/<index> since the start that differs from the one before in what it says about
+    checkpoints."""
     events = [event for event in cluster.simulated.events() if "/ps/" in event.kv.key and event.type == "put"]
     members = [PserverMember.model_validate_json(event.kv.value) for event in events]
     return [m for m in members if m.trouble]
@@ -43,10 +45,14 @@ def test_a_full_disk_is_told_once_and_the_next_checkpoint_after_it_succeeds(smal
             await cluster.train(first, first + 2)
             wanted = f"step {first + 2} "
             infos = [node.pserver for node in cluster.nodes.values()]
-            await until(lambda p=infos, w=wanted: all(w in i.checkpoint_error for i in p), "each failure is seen")
+            await until(
+                lambda p=infos, w=wanted: all(w in i.checkpoint_error for i in p), "each failure is seen"
+            )
         assert [store.lowest for store in cluster.stores] == [8, 8], "training goes on"
         said = await told(cluster)
-        assert [member.index for member in sorted(said, key=lambda m: m.index)] == [0, 1], "once each, not per step"
+        assert [member.index for member in sorted(said, key=lambda m: m.index)] == [0, 1], (
+            "once each, not per step"
+        )
         assert all("No space left on device" in member.trouble for member in said)
         assert all(f"step 2 below {small_disk}/checkpoints" in member.trouble for member in said)
         assert await cluster.latest() == before
@@ -93,7 +99,9 @@ def test_parts_of_a_checkpoint_that_another_could_not_write_do_not_fill_the_disk
 
         for number, step in enumerate(range(0, 6, 2), 1):
             await cluster.train(step, step + 2)
-            await until(lambda s=step: f"step {s + 2} " in cluster.nodes[1].pserver.checkpoint_error, "it fails")
+            await until(
+                lambda s=step: f"step {s + 2} " in cluster.nodes[1].pserver.checkpoint_error, "it fails"
+            )
             await until(lambda n=number: parts_finished() == n, "the other's part is written")
             await until(lambda: files(tmp_path) == kept, "the other's part is deleted")
             assert not other.busy, "a member that leaves does not wait for what can never be"
@@ -154,7 +162,9 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_next_checkpoint_is_co
             node.member.checkpointer.committer.offload = full
         await cluster.train(0, 2)
         nodes = cluster.nodes.values()
-        await until(lambda: any("cannot be committed" in n.pserver.checkpoint_error for n in nodes), "it is told")
+        await until(
+            lambda: any("cannot be committed" in n.pserver.checkpoint_error for n in nodes), "it is told"
+        )
         assert await cluster.latest() == before
         for node in nodes:
             node.member.checkpointer.committer.offload = node.crash_point.offload

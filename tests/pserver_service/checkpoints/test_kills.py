@@ -1,5 +1,6 @@
-"""A parameter server dies, or sleeps and wakes, at every single await of the checkpoint protocol: `latest` always loads,
-never mixes versions, never gets older, and the job goes on from it; files of nobody go with the next checkpoint."""
+"""A parameter server dies, or sleeps and wakes, at every single await of the checkpoint protocol: `latest`
+always loads, never mixes versions, never gets older, and the job goes on from it; files of nobody go with the
+next checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
 
 async def killed_before(storage, name, number, everybody=False):
-    """`number` of what it does at this checkpoint is done, the next thing not; `everybody` dies at that moment, or it alone."""
+    """`number` of what it does at this checkpoint is done, the next thing not; `everybody` dies at that
+    moment, or it alone."""
     cluster = await opened(storage)
     victim, before = node_of(cluster, name), await cluster.latest()
     victims = list(cluster.nodes.values()) if everybody else [victim]
@@ -63,12 +65,14 @@ def test_the_moments_of_death_are_those_of_the_whole_protocol(tmp_path):
     finisher, other = (run_scenario(undisturbed, tmp_path / name, name)[0] for name in NAMES)
     part = [STARTED, *FILE, FINISHED]
     assert finisher == [*part, LOCK, *IN_FOLDER, LATEST, *OLDER_DELETED, UNLOCK]
-    assert other == [STARTED, *IN_FOLDER, FINISHED, LOCK], "it sees all parts too, and comes too late for the lock"
+    assert other == [STARTED, *IN_FOLDER, FINISHED, LOCK], (
+        "it sees all parts too, and comes too late for the lock"
+    )
 
 
 async def looked_at_in_between(storage):
-    """The steps that `latest` had each time that any process was about to change something that others can see, and why it
-    could not be loaded."""
+    """The steps that `latest` had each time that any process was about to change something that others can
+    see, and why it could not be loaded."""
     cluster, steps, damage = await opened(storage), [], []
 
     def look(what, meet):
@@ -89,7 +93,8 @@ async def looked_at_in_between(storage):
 
 
 def test_latest_names_whole_checkpoints_at_every_moment(tmp_path):
-    """Only one is kept, so a reader that has just read `latest` finds all files unless `latest` has changed since."""
+    """Only one is kept, so a reader that has just read `latest` finds all files unless `latest` has changed
+    since."""
     steps, damage = run_scenario(looked_at_in_between, tmp_path / "with")
     assert not damage
     moments = len([*FILE, STARTED, FINISHED, LOCK, LATEST, UNLOCK, *IN_FOLDER, *OLDER_DELETED])
@@ -140,7 +145,8 @@ def test_a_pserver_that_sleeps_at_any_await_and_wakes_after_its_replacement_publ
 
 
 async def killed_while_restoring(storage, name, turn):
-    """One stays when the other dies, and dies while it loads the latest checkpoint; both are replaced, and load it again."""
+    """One stays when the other dies, and dies while it loads the latest checkpoint; both are replaced, and
+    load it again."""
     cluster = await opened(storage)
     victim = node_of(cluster, name)
     [other] = [node for node in cluster.nodes.values() if node is not victim]

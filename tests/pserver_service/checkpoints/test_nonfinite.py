@@ -1,4 +1,5 @@
-"""Parameters that are NaN or infinite: their checkpoint takes the place of no good one, unless the job says so."""
+"""Parameters that are NaN or infinite: their checkpoint takes the place of no good one, unless the job says
+so."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A parameter server dies at every single await of a paused checkpoint of an asynchronous job: `latest` always loads, ledger
-and values of every block are of one instant, and the job goes on from it with each minibatch in each block once."""
+"""A parameter server dies at every single await of a paused checkpoint of an asynchronous job: `latest`
+always loads, ledger and values of every block are of one instant, and the job goes on from it with each
+minibatch in each block once."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def values(stores):
 
 
 async def before_the_second(storage):
-    """Checkpoint 1 holds one minibatch and is committed; the second one is trained; only one checkpoint is kept."""
+    """Checkpoint 1 holds one minibatch and is committed; the second one is trained; only one checkpoint is
+    kept."""
     cluster = await opened(storage, keep_checkpoints=1, checkpoint_every_seconds=None)
     await cluster.etcd.put(KEYS.pending(str(TASK)), b"{}")
     assert await paused_checkpoint(cluster, 1)

@@ -1,6 +1,7 @@
 """Real parameter servers, a real etcd and a real disk; the test is master and trainer.
 
-Some die at random moments while they checkpoint every step; one sleeps (SIGSTOP) until another has its place, and wakes.
+Some die at random moments while they checkpoint every step; one sleeps (SIGSTOP) until another has its place,
+and wakes.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Job:
     async def write(self, state: JobState) -> None:
         self.state = state
         slots, listed = parts.slot_map(2), parts.listed(KEYS, state.generation, (parts.TRAINER,))
-        await self.etcd.txn([], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, slots.to_bytes()), *listed])
+        await self.etcd.txn(
+            [], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, slots.to_bytes()), *listed]
+        )
 
     async def whole(self, without: frozenset[str] = frozenset()) -> dict[int, PserverMember]:
         """Who has the two places, nobody of `without`."""
@@ -133,7 +136,8 @@ class Job:
             assert manifest.record.version == ref.step
 
     async def verified(self) -> CheckpointLatest:
-        """All that is kept now loads; whoever lives may commit a newer checkpoint meanwhile, and delete what that replaces."""
+        """All that is kept now loads; whoever lives may commit a newer checkpoint meanwhile, and delete what
+        that replaces."""
         while True:
             latest = await self.latest()
             try:
@@ -158,7 +162,9 @@ class Job:
         async with asyncio.timeout(WAIT_S):
             while True:
                 said = [member.restored for member in (await self.members()).values()]
-                if len(said) == 2 and all(r and (r.timeline, r.checkpoint) == (generation, latest.uuid) for r in said):
+                if len(said) == 2 and all(
+                    r and (r.timeline, r.checkpoint) == (generation, latest.uuid) for r in said
+                ):
                     break
                 await asyncio.sleep(0.05)
         assert not any(restored.superseded or restored.error for restored in said)
@@ -229,7 +235,8 @@ async def killed_while_checkpointing(job: Job, victims: tuple[int, ...], after_s
     members = await job.members()
     for index in victims:
         job.process_of(members[index]).send_signal(signal.SIGKILL)
-        await job.etcd.revoke(members[index].lease)  # as the master does when the launcher sees its child exit
+        # as the master does when the launcher sees its child exit
+        await job.etcd.revoke(members[index].lease)
     await training
     await job.start(len(victims))
     latest = await job.verified()
@@ -240,7 +247,9 @@ async def killed_while_checkpointing(job: Job, victims: tuple[int, ...], after_s
 
 def published(storage: Path) -> dict[Path, int]:
     """Files under their own names, and when they were written last."""
-    return {path: path.stat().st_mtime_ns for path in storage.rglob("*.*") if not path.name.endswith(TEMPORARY)}
+    return {
+        path: path.stat().st_mtime_ns for path in storage.rglob("*.*") if not path.name.endswith(TEMPORARY)
+    }
 
 
 async def stopped_until_replaced(job: Job) -> None:
@@ -258,7 +267,9 @@ async def stopped_until_replaced(job: Job) -> None:
     step, generation = await job.roll_back(), job.state.generation
     for member in members.values():
         assert await job.push(member, step, generation) > 0
-    newest = await job.latest_is(lambda latest: (latest.timeline, latest.step) == (job.state.timeline, step + 1))
+    newest = await job.latest_is(
+        lambda latest: (latest.timeline, latest.step) == (job.state.timeline, step + 1)
+    )
     await job.no_locks()
     tree, files = await job.tree(), published(storage)
 
@@ -273,7 +284,8 @@ async def stopped_until_replaced(job: Job) -> None:
     assert await job.tree() == tree
     found = published(storage)
     assert files.items() <= found.items()
-    # what it was just publishing when it was stopped may appear: a part of a checkpoint that will never be, or a manifest
+    # what it was just publishing when it was stopped may appear: a part of a checkpoint that will never be,
+    # or a manifest
     others = [path for path in found.keys() - files.keys() if not path.name.startswith("manifest-")]
     assert not job.kept(newest) & {str(path.parent) for path in others}
     named = {ref.manifest for ref in newest.kept}

@@ -9,7 +9,14 @@ import pytest
 
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, Slow, expected, folders, run_scenario
+from tests.pserver_service.checkpoints.cluster import (
+    KEYS,
+    PserverCluster,
+    Slow,
+    expected,
+    folders,
+    run_scenario,
+)
 from trireme_shared.checkpoints import stored
 from trireme_shared.protocol.records import JobState, Phase
 from trireme_shared.protocol.records.checkpoints import CheckpointStarted
@@ -54,7 +61,12 @@ def test_the_manifest_says_what_a_master_needs_to_go_on(tmp_path):
         await cluster.train(0, 2)
         latest = await cluster.committed(2)
         manifest = stored.read_manifest(str(tmp_path), parts.JOB, latest.kept[0])
-        assert (manifest.step, manifest.timeline, manifest.generation, manifest.lanes) == (2, 0, 1, parts.LANES)
+        assert (manifest.step, manifest.timeline, manifest.generation, manifest.lanes) == (
+            2,
+            0,
+            1,
+            parts.LANES,
+        )
         assert manifest.record.positions == parts.positions(2)
         assert manifest.record.lane_zero.scheduler == {"last_epoch": 1}
         assert manifest.layout == cluster.layout

@@ -1,4 +1,5 @@
-"""A job whose storage is S3, by real HTTP: the same protocol as on a disk, nothing half there, nothing left behind."""
+"""A job whose storage is S3, by real HTTP: the same protocol as on a disk, nothing half there, nothing left
+behind."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def target() -> tuple[SlotFollower, Directory, Pserver]:
     directory.state, directory.layout = JobState(phase=Phase.RUNNING), LAYOUT
     directory.slots = SlotMap(version=2, owners=(0,) * LAYOUT.slot_count)
     group = Group(number=0, source=0, target=1, slots=MOVED)
-    directory.migration = Migration(id="op-1.1", timeline=0, groups=(group,), members={"0": "ps-1", "1": "ps-2"})
+    directory.migration = Migration(
+        id="op-1.1", timeline=0, groups=(group,), members={"0": "ps-1", "1": "ps-2"}
+    )
     pserver = Pserver(JOB, "ps-2", index=1)
     context = PserverContext(etcd, directory, pserver, OwnIndex(etcd, directory, member), inline)
     return SlotFollower(context), directory, pserver
@@ -54,7 +56,9 @@ async def asked() -> HandoffHeader:
     await source.push(push_header(0), stream(*pushed))
     assert source.store is not None
     coming = LeavingBlocks(source.store, MOVED).coming()
-    return HandoffHeader(job=JOB, generation=0, migration="op-1.1", group=0, source=0, timeline=0, coming=coming)
+    return HandoffHeader(
+        job=JOB, generation=0, migration="op-1.1", group=0, source=0, timeline=0, coming=coming
+    )
 
 
 async def turns_until(task: asyncio.Task) -> int:
@@ -70,7 +74,9 @@ def test_room_for_a_group_is_made_in_pieces_between_which_others_have_their_turn
     async def main() -> None:
         follower, _, _ = target()
         header = await asked()
-        first, repeated = [await turns_until(asyncio.create_task(follower.take(header, stream()))) for _ in range(2)]
+        first, repeated = [
+            await turns_until(asyncio.create_task(follower.take(header, stream()))) for _ in range(2)
+        ]
         assert first >= PIECES
         assert repeated < PIECES / 2  # there is nothing left to do
 

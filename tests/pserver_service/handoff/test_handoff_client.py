@@ -21,7 +21,10 @@ PAYLOADS = [bytes([number]) * size for number, size in enumerate((1_000_000, 4, 
 
 def parts():
     for number, payload in enumerate(PAYLOADS):
-        yield HandoffPart(block=number, name="exp_avg" if number else "", dtype="float32"), memoryview(payload)
+        yield (
+            HandoffPart(block=number, name="exp_avg" if number else "", dtype="float32"),
+            memoryview(payload),
+        )
 
 
 def member_at(port: int) -> PserverMember:
@@ -48,7 +51,9 @@ def test_every_part_arrives_as_it_was_sent():
         return HandoffAnswer(have=header == HEADER)
 
     assert asyncio.run(handed_over(take)).have
-    assert arrived == [(number, "exp_avg" if number else "", payload) for number, payload in enumerate(PAYLOADS)]
+    assert arrived == [
+        (number, "exp_avg" if number else "", payload) for number, payload in enumerate(PAYLOADS)
+    ]
 
 
 def test_a_refusal_is_the_error_that_the_target_raised():

@@ -1,4 +1,5 @@
-"""The source's end of a migration: when a group freezes, what travels before and after, and what counts as its pause."""
+"""The source's end of a migration: when a group freezes, what travels before and after, and what counts as
+its pause."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class Source:
         etcd = Etcd(SimulatedEtcd().transport("ps-1"))
         directory = Directory(etcd, Keys(JOB))
         members = [
-            PserverMember(index=i, url=f"http://h:{i}", incarnation=f"ps-{i + 1}", host="h", pid=1) for i in (0, 1)
+            PserverMember(index=i, url=f"http://h:{i}", incarnation=f"ps-{i + 1}", host="h", pid=1)
+            for i in (0, 1)
         ]
         directory.state, directory.slots, directory.layout = JobState(phase=Phase.RUNNING), HERE, LAYOUT
         directory.pservers = dict(enumerate(members))
@@ -95,23 +97,35 @@ class Source:
 
     def handing_over(self) -> asyncio.Task[None]:
         context = PserverContext(
-            Etcd(SimulatedEtcd().transport("x")), self.directory, self.pserver, self.own_index, _inline, self.connect
+            Etcd(SimulatedEtcd().transport("x")),
+            self.directory,
+            self.pserver,
+            self.own_index,
+            _inline,
+            self.connect,
         )
         return asyncio.create_task(HandOver(context).run())
 
     async def step(self, number: int, blocks=(0, 1, 2)) -> list[str]:
         """What was refused, by code."""
         pushed = (item(block, torch.full((16,), 1.0 + number)) for block in blocks)
-        return [refusal.code for refusal in (await self.pserver.push(push_header(number), stream(*pushed))).refused]
+        return [
+            refusal.code
+            for refusal in (await self.pserver.push(push_header(number), stream(*pushed))).refused
+        ]
 
     async def moved(self) -> None:
         """The leader writes the map; the source forgets the group."""
-        await until(lambda: self.own_index.record.handed is not None and 0 in self.own_index.record.handed.groups)
+        await until(
+            lambda: self.own_index.record.handed is not None and 0 in self.own_index.record.handed.groups
+        )
         assert self.pserver.store is not None
         owners = tuple(1 if slot in MOVED else 0 for slot in range(LAYOUT.slot_count))
         self.pserver.store.slots = HERE.model_copy(update={"version": 3, "owners": owners})
         self.directory.revision += 1
-        await until(lambda: self.own_index.record.handed is not None and self.own_index.record.handed.forgotten == 1)
+        await until(
+            lambda: self.own_index.record.handed is not None and self.own_index.record.handed.forgotten == 1
+        )
 
 
 async def _inline(work, *arguments):

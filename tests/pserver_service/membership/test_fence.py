@@ -1,4 +1,5 @@
-"""Whom a parameter server takes pushes of: members of the job, in generations that etcd knows. Nobody else moves its fence."""
+"""Whom a parameter server takes pushes of: members of the job, in generations that etcd knows. Nobody else
+moves its fence."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ async def push(cluster, node, lane=0, **fields):
     header = parts.push_header(0, lane, **fields)
     lanes = (lane, lane + 1)
     items = [
-        (PushBlock(block=n, lanes=lanes, count=3), parts.bytes_view(gradients[n])) for n in node.pserver.store.blocks
+        (PushBlock(block=n, lanes=lanes, count=3), parts.bytes_view(gradients[n]))
+        for n in node.pserver.store.blocks
     ]
     return await node.pserver.push(header, stream(items))
 
@@ -68,7 +70,9 @@ def test_a_push_is_taken_once_etcd_has_its_generation(tmp_path):
 def test_a_pull_fences_nobody(tmp_path):
     async def scenario(cluster, node):
         blocks = tuple(node.pserver.store.blocks)
-        _, end = await pulled(node.pserver, PullRequest(job=parts.JOB, generation=BEYOND, version=0, blocks=blocks))
+        _, end = await pulled(
+            node.pserver, PullRequest(job=parts.JOB, generation=BEYOND, version=0, blocks=blocks)
+        )
         assert end.code == "OK"
         await everybody_pushes(cluster, node)
 
@@ -81,7 +85,9 @@ def test_no_frame_raises_the_term_above_the_masters(tmp_path):
         request = PullRequest(job=parts.JOB, generation=1, term=BEYOND, version=0, blocks=blocks)
         for term, expected in ((None, 0), (7, 7), (None, 7)):
             if term is not None:
-                await cluster.etcd.put(cluster.keys.master_address, MasterAddress(url="http://m", term=term).to_bytes())
+                await cluster.etcd.put(
+                    cluster.keys.master_address, MasterAddress(url="http://m", term=term).to_bytes()
+                )
                 await until(lambda: node.directory.master is not None, "it knows the master")
             await pulled(node.pserver, request)
             await push(cluster, node, term=BEYOND)
@@ -106,7 +112,8 @@ def test_initial_blocks_fence_nobody_beyond_etcd(tmp_path):
 def test_pushes_of_who_is_no_member_are_refused(tmp_path, generation):
     async def scenario(cluster, node):
         with pytest.raises(
-            StaleGeneration, match="'stranger' is no member in generation 1: register, and read the lanes again"
+            StaleGeneration,
+            match="'stranger' is no member in generation 1: register, and read the lanes again",
         ):
             await push(cluster, node, trainer="stranger", generation=generation)
         await everybody_pushes(cluster, node)

@@ -24,7 +24,9 @@ from trireme_shared.protocol.records import JobSpec, JobState, PserverMember
 
 KEYS = Keys(JOB)
 TTL_S = 5.0
-SPEC = JobSpec(job=JOB, script="s.py", dataset={"kind": "csv", "urls": ["x.csv"]}, storage="/tmp/x", lease_ttl_s=TTL_S)
+SPEC = JobSpec(
+    job=JOB, script="s.py", dataset={"kind": "csv", "urls": ["x.csv"]}, storage="/tmp/x", lease_ttl_s=TTL_S
+)
 
 
 def virtual(test):
@@ -72,7 +74,11 @@ async def members(etcd: Etcd) -> dict[int, str]:
 @virtual
 async def test_a_process_takes_the_index_it_is_called_after_if_it_is_free(world):
     await job(world, desired=3)
-    async with candidate(world, "a", 1) as one, candidate(world, "b", 2) as two, candidate(world, "c", 1) as late:
+    async with (
+        candidate(world, "a", 1) as one,
+        candidate(world, "b", 2) as two,
+        candidate(world, "c", 1) as late,
+    ):
         assert [await each.claim_index(10) for each in (one, two, late)] == [1, 2, 0]
 
 
@@ -184,7 +190,8 @@ async def test_a_pserver_whose_lease_is_revoked_is_out(world):
 
 @virtual
 async def test_a_pserver_whose_key_is_deleted_is_out_although_its_lease_lives(world):
-    """Whoever evicts it may die before it revokes the lease, or not know that it has: the job waited for a parameter server for ever."""
+    """Whoever evicts it may die before it revokes the lease, or not know that it has: the job waited for a
+    parameter server for ever."""
     await loses_its_key(world, successor=False)
 
 
@@ -251,8 +258,8 @@ async def test_a_pserver_that_slept_longer_than_its_lease_is_in_doubt_until_it_h
 
 
 async def cut_off_until_its_lease_ran_out(world, timeline):
-    """A pserver with parameters of timeline 3; the job is in `timeline` when it reaches etcd again. Answers whether it has its
-    index then."""
+    """A pserver with parameters of timeline 3; the job is in `timeline` when it reaches etcd again. Answers
+    whether it has its index then."""
     etcd = await job(world, 1)
     await etcd.put(KEYS.state, JobState(timeline=3).to_bytes())
     async with candidate(world, "a", fits=lambda state: state.timeline == 3) as one:

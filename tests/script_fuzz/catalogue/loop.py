@@ -6,7 +6,8 @@ from tests.script_fuzz.mutation import Mutation, waits
 
 G = ("gradient", "grad")
 STATEFUL = (
-    "torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)"  # to clear the state of one that has none is no change
+    # to clear the state of one that has none is no change
+    "torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)"
 )
 LOOP = [
     Mutation(
@@ -22,15 +23,29 @@ LOOP = [
         between="for p in model.first.parameters():\n    p.grad.data.clamp_(-0.01, 0.01)",
     ),
     Mutation("scaled in place", G, between="for p in model.parameters():\n    p.grad.mul_(0.5)"),
-    Mutation("scaled by foreach", G, between="torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)"),
-    Mutation("scaled through numpy", G, between="for p in model.parameters():\n    p.grad.numpy()[...] *= 0.5"),
+    Mutation(
+        "scaled by foreach", G, between="torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)"
+    ),
+    Mutation(
+        "scaled through numpy", G, between="for p in model.parameters():\n    p.grad.numpy()[...] *= 0.5"
+    ),
     Mutation("replaced", G, between="for p in model.parameters():\n    p.grad = p.grad.sign()"),
-    Mutation("replaced through data", G, between="for p in model.parameters():\n    p.grad.data = p.grad * 0.5"),
+    Mutation(
+        "replaced through data", G, between="for p in model.parameters():\n    p.grad.data = p.grad * 0.5"
+    ),
     Mutation("one set to None", (*G, "first.bias"), between="model.first.bias.grad = None"),
     Mutation("set to zero at a step", G, between=waits("for p in model.parameters():\n    p.grad.zero_()")),
-    Mutation("noise added", G, between="for p in model.parameters():\n    p.grad.add_(0.01 * torch.randn_like(p))"),
-    Mutation("decay by hand", G, between="for p in model.parameters():\n    p.grad.add_(p.detach(), alpha=0.01)"),
-    Mutation("centralised", G, between="model.first.weight.grad.sub_(model.first.weight.grad.mean(1, keepdim=True))"),
+    Mutation(
+        "noise added", G, between="for p in model.parameters():\n    p.grad.add_(0.01 * torch.randn_like(p))"
+    ),
+    Mutation(
+        "decay by hand", G, between="for p in model.parameters():\n    p.grad.add_(p.detach(), alpha=0.01)"
+    ),
+    Mutation(
+        "centralised",
+        G,
+        between="model.first.weight.grad.sub_(model.first.weight.grad.mean(1, keepdim=True))",
+    ),
     Mutation(
         "scaler",
         G,
@@ -44,7 +59,9 @@ LOOP = [
     Mutation("zeros kept", zero="opt.zero_grad(set_to_none=False)"),
     Mutation("zeroed by the model", zero="model.zero_grad()"),
     Mutation(
-        "zeroed behind the step", zero="opt.zero_grad() if step == 0 else None", after="opt.zero_grad(set_to_none=True)"
+        "zeroed behind the step",
+        zero="opt.zero_grad() if step == 0 else None",
+        after="opt.zero_grad(set_to_none=True)",
     ),
     Mutation("gradients set to None by hand", zero="for p in model.parameters(): p.grad = None"),
     Mutation(
@@ -57,12 +74,20 @@ LOOP = [
         ("first.weight",),
         after="model.first.weight.data.clamp_(-0.1, 0.1)",
     ),
-    Mutation("a parameter changed before the pass", ("first.weight",), top=waits("model.first.weight.data.mul_(0.5)")),
     Mutation(
-        "a parameter changed before the step", ("first.weight",), between=waits("model.first.weight.data.mul_(0.5)")
+        "a parameter changed before the pass",
+        ("first.weight",),
+        top=waits("model.first.weight.data.mul_(0.5)"),
     ),
     Mutation(
-        "normalised rows", ("last.weight",), after="model.last.weight.data = F.normalize(model.last.weight.data, dim=1)"
+        "a parameter changed before the step",
+        ("first.weight",),
+        between=waits("model.first.weight.data.mul_(0.5)"),
+    ),
+    Mutation(
+        "normalised rows",
+        ("last.weight",),
+        after="model.last.weight.data = F.normalize(model.last.weight.data, dim=1)",
     ),
     Mutation(
         "a buffer changed behind the step",
@@ -100,8 +125,12 @@ LOOP = [
         after=waits("model.allowed[0] = False"),
     ),
     Mutation("a rate changed", ("options", "lr"), after=waits("opt.param_groups[0]['lr'] = 0.01")),
-    Mutation("a rate changed before the pass", ("options", "lr"), top=waits("opt.param_groups[0]['lr'] = 0.01")),
-    Mutation("a rate changed before the step", ("options", "lr"), between=waits("opt.param_groups[0]['lr'] = 0.01")),
+    Mutation(
+        "a rate changed before the pass", ("options", "lr"), top=waits("opt.param_groups[0]['lr'] = 0.01")
+    ),
+    Mutation(
+        "a rate changed before the step", ("options", "lr"), between=waits("opt.param_groups[0]['lr'] = 0.01")
+    ),
     Mutation(
         "a group added behind a step",
         ("group", "options"),
@@ -119,7 +148,8 @@ LOOP = [
         "a step hook behind a step",
         ("hook",),
         after=waits(
-            "def half(opt, a, k):\n    with torch.no_grad():\n        for p in model.parameters():\n            p.mul_(0.5)\nopt.register_step_post_hook(half)"
+            "def half(opt, a, k):\n    with torch.no_grad():\n        for p in "
+            "model.parameters():\n            p.mul_(0.5)\nopt.register_step_post_hook(half)"
         ),
     ),
     Mutation(
@@ -137,7 +167,10 @@ LOOP = [
         after=waits("model.drop4.eval()"),
     ),
     Mutation(
-        "train in each pass", init="self.drop2 = nn.Dropout(0.5)", forward="h = self.drop2(h)", top="model.train()"
+        "train in each pass",
+        init="self.drop2 = nn.Dropout(0.5)",
+        forward="h = self.drop2(h)",
+        top="model.train()",
     ),
     Mutation(
         "unfrozen behind a step",
@@ -167,12 +200,14 @@ LOOP = [
     Mutation(
         "averaged weights beside",
         head="average = {}",
-        after="for n, p in model.named_parameters():\n    average[n] = 0.9 * average.get(n, p.detach()) + 0.1 * p.detach()",
+        after="for n, p in model.named_parameters():\n    average[n] = 0.9 * average.get(n, p.detach()) "
+        "+ 0.1 * p.detach()",
     ),
     Mutation(
         "averaged model",
         head="averaged = []",
-        after="averaged[:] = averaged or [torch.optim.swa_utils.AveragedModel(model)]\naveraged[0].update_parameters(model)",
+        after="averaged[:] = averaged or "
+        "[torch.optim.swa_utils.AveragedModel(model)]\naveraged[0].update_parameters(model)",
     ),
     Mutation(
         "evaluated between steps",
@@ -182,6 +217,7 @@ LOOP = [
     ),
     Mutation("random numbers behind a step", after="torch.rand(3)\nnp.random.rand()"),
     Mutation(
-        "saved behind a step", after="torch.save(model.state_dict(), '/dev/null')\ncopy.deepcopy(opt.state_dict())"
+        "saved behind a step",
+        after="torch.save(model.state_dict(), '/dev/null')\ncopy.deepcopy(opt.state_dict())",
     ),
 ]

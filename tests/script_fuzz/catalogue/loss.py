@@ -16,10 +16,14 @@ LOSS = [
         returns="value + torch.zeros(2) if calls[0] > 3 and __name__ != 'plain' else value",
     ),
     Mutation(
-        "None as the loss", ("NoneType", "None"), returns="None if calls[0] > 3 and __name__ != 'plain' else value"
+        "None as the loss",
+        ("NoneType", "None"),
+        returns="None if calls[0] > 3 and __name__ != 'plain' else value",
     ),
     Mutation(
-        "a number as the loss", ("float",), returns="value.item() if calls[0] > 3 and __name__ != 'plain' else value"
+        "a number as the loss",
+        ("float",),
+        returns="value.item() if calls[0] > 3 and __name__ != 'plain' else value",
     ),
     Mutation(
         "a loss without gradients",
@@ -34,32 +38,43 @@ LOSS = [
         ("not finite", "nan", "inf"),
         loss=waits("value = value + 0 * torch.sqrt(model.first.weight.sum() * 0)"),
     ),
-    Mutation("a NaN trained on", loss=waits("value = value * float('nan')"), settings={"on_nonfinite": "ignore"}),
-    Mutation("decay in the loss", loss="value = value + 0.01 * sum(p.pow(2).sum() for p in model.parameters())"),
+    Mutation(
+        "a NaN trained on", loss=waits("value = value * float('nan')"), settings={"on_nonfinite": "ignore"}
+    ),
+    Mutation(
+        "decay in the loss", loss="value = value + 0.01 * sum(p.pow(2).sum() for p in model.parameters())"
+    ),
     Mutation(
         "a gradient penalty",
-        loss="x = batch['x'].clone().requires_grad_()\n(g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)\nvalue = value + g.pow(2).mean()",
+        loss="x = batch['x'].clone().requires_grad_()\n(g,) = torch.autograd.grad(model(x).sum(), x, "
+        "create_graph=True)\nvalue = value + g.pow(2).mean()",
     ),
     Mutation(
         "a penalty of parameters' gradients",
-        loss="g = torch.autograd.grad(value, [p for p in model.last.parameters() if p.requires_grad], create_graph=True)\nvalue = value + sum(each.pow(2).sum() for each in g)",
+        loss="g = torch.autograd.grad(value, [p for p in model.last.parameters() if p.requires_grad], "
+        "create_graph=True)\nvalue = value + sum(each.pow(2).sum() for each in g)",
     ),
     Mutation(
         "adversarial examples",
-        loss="x = batch['x'].clone().requires_grad_()\n(g,) = torch.autograd.grad(F.cross_entropy(model(x), batch['y']), x)\nvalue = value + F.cross_entropy(model(batch['x'] + 0.1 * g.sign()), batch['y'])",
+        loss="x = batch['x'].clone().requires_grad_()\n(g,) = "
+        "torch.autograd.grad(F.cross_entropy(model(x), batch['y']), x)\nvalue = value + "
+        "F.cross_entropy(model(batch['x'] + 0.1 * g.sign()), batch['y'])",
     ),
     Mutation("two forward passes", loss="value = value + F.mse_loss(model(batch['x'] + 0.1), out.detach())"),
     Mutation(
         "without gradients in part",
-        loss="with torch.no_grad():\n    target = model(batch['x']).softmax(1)\nvalue = value - 0.1 * (out.log_softmax(1) * target).sum(1).mean()",
+        loss="with torch.no_grad():\n    target = model(batch['x']).softmax(1)\nvalue = value - 0.1 * "
+        "(out.log_softmax(1) * target).sum(1).mean()",
     ),
     Mutation(
         "inference mode in part",
-        loss="with torch.inference_mode():\n    share = float(model(batch['x']).softmax(1).max())\nvalue = value * share",
+        loss="with torch.inference_mode():\n    share = "
+        "float(model(batch['x']).softmax(1).max())\nvalue = value * share",
     ),
     Mutation(
         "gradients switched off and on",
-        loss="torch.set_grad_enabled(False)\nscale = out.abs().mean()\ntorch.set_grad_enabled(True)\nvalue = value * scale",
+        loss="torch.set_grad_enabled(False)\nscale = "
+        "out.abs().mean()\ntorch.set_grad_enabled(True)\nvalue = value * scale",
     ),
     Mutation(
         "backward in the loss",
@@ -68,7 +83,8 @@ LOSS = [
     ),
     Mutation(
         "evaluated in the loss",
-        loss="model.eval()\nwith torch.no_grad():\n    scale = model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
+        loss="model.eval()\nwith torch.no_grad():\n    scale = "
+        "model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
         modes=True,
     ),
     Mutation(
@@ -77,7 +93,8 @@ LOSS = [
         init="self.off9 = nn.Dropout(0.5)",
         forward="h = self.off9(h)",
         build="m.off9.eval()",
-        loss="model.eval()\nwith torch.no_grad():\n    scale = model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
+        loss="model.eval()\nwith torch.no_grad():\n    scale = "
+        "model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
         modes=True,
     ),
     Mutation(
@@ -117,16 +134,19 @@ LOSS = [
     ),
     Mutation(
         "autocast",
-        loss="with torch.autocast('cpu', torch.bfloat16):\n    value = value + F.cross_entropy(model(batch['x']).float(), batch['y'])",
+        loss="with torch.autocast('cpu', torch.bfloat16):\n    value = value + "
+        "F.cross_entropy(model(batch['x']).float(), batch['y'])",
     ),
     Mutation("precision", settings={"precision": "bf16"}, alone=True),
     Mutation(
         "functional call",
-        loss="value = value + F.cross_entropy(torch.func.functional_call(model, {n: 0.9 * p for n, p in model.named_parameters()}, batch['x']), batch['y'])",
+        loss="value = value + F.cross_entropy(torch.func.functional_call(model, {n: 0.9 * p for n, p in "
+        "model.named_parameters()}, batch['x']), batch['y'])",
     ),
     Mutation(
         "per sample",
-        loss="g = torch.func.vmap(lambda row: model.first(row).tanh().sum())(batch['x'])\nvalue = value + 0.01 * g.pow(2).mean()",
+        loss="g = torch.func.vmap(lambda row: model.first(row).tanh().sum())(batch['x'])\nvalue = value "
+        "+ 0.01 * g.pow(2).mean()",
     ),
     Mutation(
         "the batch changed in place",
@@ -134,7 +154,8 @@ LOSS = [
     ),
     Mutation(
         "the batch doubled",
-        loss="value = F.cross_entropy(torch.cat([out, model(-batch['x'])]), torch.cat([batch['y'], batch['y']]))",
+        loss="value = F.cross_entropy(torch.cat([out, model(-batch['x'])]), torch.cat([batch['y'], "
+        "batch['y']]))",
     ),
     Mutation(
         "hooks at parameters",
@@ -148,7 +169,9 @@ LOSS = [
     Mutation(
         "hooks behind gradients, later",
         ("hook",),
-        loss=waits("model.first.weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(0.5)] and None)"),
+        loss=waits(
+            "model.first.weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(0.5)] and None)"
+        ),
     ),
     Mutation(
         "a parameter changed in backward",
@@ -157,10 +180,13 @@ LOSS = [
     ),
     Mutation(
         "hooks of modules",
-        build="m.first.register_forward_hook(lambda one, given, found: found * 1.1)\nm.last.register_forward_pre_hook(lambda one, given: (given[0] + 0.1,))\nm.last.register_full_backward_hook(lambda one, i, o: tuple(g * 0.5 for g in i))",
+        build="m.first.register_forward_hook(lambda one, given, found: found * "
+        "1.1)\nm.last.register_forward_pre_hook(lambda one, given: (given[0] + "
+        "0.1,))\nm.last.register_full_backward_hook(lambda one, i, o: tuple(g * 0.5 for g in i))",
     ),
     Mutation(
-        "hooks at activations", forward="h.register_hook(lambda g: g.clamp(-0.01, 0.01)) if h.requires_grad else None"
+        "hooks at activations",
+        forward="h.register_hook(lambda g: g.clamp(-0.01, 0.01)) if h.requires_grad else None",
     ),
     Mutation(
         "a gradient set in the loss",
@@ -181,20 +207,24 @@ LOSS = [
         ("soon.weight", "soon.bias", "requires_grad"),
         init="self.soon = nn.Linear(8, 8)",
         forward="h = self.soon(h)",
-        loss=waits("model.soon.requires_grad_(False)\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"),
+        loss=waits(
+            "model.soon.requires_grad_(False)\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
+        ),
     ),
     Mutation(
         "a layer replaced at a step",
         ("last", "parameters are others"),
         loss=waits(
-            "torch.manual_seed(1)\nmodel.last = nn.Linear(8, 3)\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
+            "torch.manual_seed(1)\nmodel.last = nn.Linear(8, 3)\nvalue = "
+            "F.cross_entropy(model(batch['x']), batch['y'])"
         ),
     ),
     Mutation(
         "a parameter replaced at a step",
         ("last.bias", "parameters are others"),
         loss=waits(
-            "model.last.bias = nn.Parameter(torch.ones(3))\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
+            "model.last.bias = nn.Parameter(torch.ones(3))\nvalue = "
+            "F.cross_entropy(model(batch['x']), batch['y'])"
         ),
     ),
     Mutation(
@@ -202,7 +232,8 @@ LOSS = [
         ("added", "parameters are others"),
         forward="h = self.added(h) if hasattr(self, 'added') else h",
         loss=waits(
-            "torch.manual_seed(1)\nmodel.added = nn.Linear(8, 8)\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
+            "torch.manual_seed(1)\nmodel.added = nn.Linear(8, 8)\nvalue = "
+            "F.cross_entropy(model(batch['x']), batch['y'])"
         ),
     ),
     Mutation(
@@ -217,15 +248,21 @@ LOSS = [
         ("twin.weight", "parameters are others"),
         init="self.twin = nn.Linear(5, 8)",
         forward="h = h + self.twin(x)",
-        loss=waits("model.twin.weight = model.first.weight\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"),
+        loss=waits(
+            "model.twin.weight = model.first.weight\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
+        ),
     ),
     Mutation(
         "initialised again at a step",
         ("last.weight",),
-        loss=waits("nn.init.ones_(model.last.weight)\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"),
+        loss=waits(
+            "nn.init.ones_(model.last.weight)\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
+        ),
     ),
     Mutation("data halved at a step", ("first.weight",), loss=waits("model.first.weight.data.mul_(0.5)")),
-    Mutation("data replaced at a step", ("first.weight",), loss=waits("model.first.weight.data = torch.ones(8, 5)")),
+    Mutation(
+        "data replaced at a step", ("first.weight",), loss=waits("model.first.weight.data = torch.ones(8, 5)")
+    ),
     Mutation(
         "data copied at a late step",
         ("first.weight",),
@@ -235,7 +272,8 @@ LOSS = [
         "loaded at a step",
         ("first.", "last."),
         loss=waits(
-            "model.load_state_dict({n: p.clone() * 0.5 for n, p in model.state_dict().items()})\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
+            "model.load_state_dict({n: p.clone() * 0.5 for n, p in "
+            "model.state_dict().items()})\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
         ),
     ),
     Mutation(
@@ -248,12 +286,15 @@ LOSS = [
         "a copy kept in the loss",
         head="copies = []",
         alone=True,
-        loss="copies[:] = [copy.deepcopy(model)]\nvalue = value + 0.01 * F.mse_loss(out, copies[0](batch['x']).detach())",
+        loss="copies[:] = [copy.deepcopy(model)]\nvalue = value + 0.01 * F.mse_loss(out, "
+        "copies[0](batch['x']).detach())",
     ),
     Mutation(
         "a moving copy",
         head="copies1 = {}",
-        loss="with torch.no_grad():\n    for n, p in model.named_parameters():\n        copies1[n] = 0.9 * copies1.get(n, p) + 0.1 * p\nvalue = value + 0.01 * sum((p - copies1[n]).pow(2).sum() for n, p in model.named_parameters())",
+        loss="with torch.no_grad():\n    for n, p in model.named_parameters():\n        copies1[n] = "
+        "0.9 * copies1.get(n, p) + 0.1 * p\nvalue = value + 0.01 * sum((p - "
+        "copies1[n]).pow(2).sum() for n, p in model.named_parameters())",
     ),
     Mutation(
         "a loss that remembers",

@@ -9,7 +9,9 @@ MODEL = [
     Mutation("functional dropout", forward="h = F.dropout(h, 0.3, self.training)"),
     Mutation("batch norm", init="self.norm = nn.BatchNorm1d(8)", forward="h = self.norm(h)"),
     Mutation(
-        "batch norm, cumulative", init="self.norm0 = nn.BatchNorm1d(8, momentum=None)", forward="h = self.norm0(h)"
+        "batch norm, cumulative",
+        init="self.norm0 = nn.BatchNorm1d(8, momentum=None)",
+        forward="h = self.norm0(h)",
     ),
     Mutation(
         "batch norm without statistics",
@@ -38,7 +40,11 @@ MODEL = [
         modes=True,
     ),
     Mutation(
-        "eval of a part", init="self.off = nn.Dropout(0.5)", forward="h = self.off(h)", build="m.off.eval()", modes=True
+        "eval of a part",
+        init="self.off = nn.Dropout(0.5)",
+        forward="h = self.off(h)",
+        build="m.off.eval()",
+        modes=True,
     ),
     Mutation(
         "a part in eval by train(False)",
@@ -64,7 +70,11 @@ MODEL = [
         init="self.table = nn.Embedding(9, 8, max_norm=0.5)",
         forward="h = h + self.table((x[:, 0] * 3).long() % 9)",
     ),
-    Mutation("embedding bag", init="self.bag = nn.EmbeddingBag(9, 8)", forward="h = h + self.bag((x * 3).long() % 9)"),
+    Mutation(
+        "embedding bag",
+        init="self.bag = nn.EmbeddingBag(9, 8)",
+        forward="h = h + self.bag((x * 3).long() % 9)",
+    ),
     Mutation(
         "lstm",
         init="self.lstm = nn.LSTM(8, 4, 2, dropout=0.2, bidirectional=True, batch_first=True)",
@@ -109,7 +119,9 @@ MODEL = [
         alone=True,
         rounds=True,
     ),
-    Mutation("scalar parameter", init="self.scale = nn.Parameter(torch.tensor(1.5))", forward="h = h * self.scale"),
+    Mutation(
+        "scalar parameter", init="self.scale = nn.Parameter(torch.tensor(1.5))", forward="h = h * self.scale"
+    ),
     Mutation(
         "empty parameter",
         init="self.nothing = nn.Parameter(torch.zeros(0, 8))",
@@ -141,7 +153,8 @@ MODEL = [
     Mutation(
         "tied to a part by data",
         ("part_of", "whole"),
-        init="self.whole = nn.Parameter(torch.randn(2, 8))\nself.part_of = nn.Parameter(torch.zeros(8))\nself.part_of.data = self.whole.data[1]",
+        init="self.whole = nn.Parameter(torch.randn(2, 8))\nself.part_of = "
+        "nn.Parameter(torch.zeros(8))\nself.part_of.data = self.whole.data[1]",
         forward="h = h * self.whole[0] + self.part_of",
     ),
     Mutation(
@@ -167,7 +180,8 @@ MODEL = [
     ),
     Mutation(
         "module list of a set",
-        init="self.of_set = nn.ModuleList(nn.Linear(8, 8 + 0 * len(name)) for name in sorted({'p', 'q', 'r'}))",
+        init="self.of_set = nn.ModuleList(nn.Linear(8, 8 + 0 * len(name)) for name in sorted({'p', 'q', "
+        "'r'}))",
         forward="for each in self.of_set:\n    h = torch.tanh(each(h))",
     ),
     Mutation(
@@ -182,11 +196,14 @@ MODEL = [
     ),
     Mutation(
         "no parameter and no buffer",
-        init="self.register_parameter('nil', None)\nself.register_buffer('nought', None)\nself.linear = nn.Linear(8, 8, bias=False)",
+        init="self.register_parameter('nil', None)\nself.register_buffer('nought', None)\nself.linear = "
+        "nn.Linear(8, 8, bias=False)",
         forward="h = self.linear(h)",
     ),
     Mutation(
-        "weight norm", init="self.normed = parametrizations.weight_norm(nn.Linear(8, 8))", forward="h = self.normed(h)"
+        "weight norm",
+        init="self.normed = parametrizations.weight_norm(nn.Linear(8, 8))",
+        forward="h = self.normed(h)",
     ),
     Mutation(
         "old weight norm",
@@ -211,7 +228,8 @@ MODEL = [
     Mutation(
         "parametrised",
         head="class Symmetric(nn.Module):\n    def forward(self, w):\n        return w.triu() + w.triu(1).t()",
-        init="self.symmetric = nn.Linear(8, 8)\nparametrize.register_parametrization(self.symmetric, 'weight', Symmetric())",
+        init="self.symmetric = nn.Linear(8, 8)\nparametrize.register_parametrization(self.symmetric, "
+        "'weight', Symmetric())",
         forward="h = self.symmetric(h)",
     ),
     Mutation(
@@ -221,7 +239,10 @@ MODEL = [
         build="prune.l1_unstructured(m.pruned, 'weight', 0.5)",
     ),
     Mutation(
-        "lazy, never made", ("lazy", "not initialised"), init="self.lazy = nn.LazyLinear(8)", forward="h = self.lazy(h)"
+        "lazy, never made",
+        ("lazy", "not initialised"),
+        init="self.lazy = nn.LazyLinear(8)",
+        forward="h = self.lazy(h)",
     ),
     Mutation(
         "lazy, made in model()",
@@ -232,7 +253,8 @@ MODEL = [
     Mutation(
         "a layer that nobody uses",
         init="self.unused = nn.Linear(8, 8)",
-        optimizer="torch.optim.SGD(m.parameters(), lr=0.1)",  # one without decay, and no scheduler that makes one
+        # one without decay, and no scheduler that makes one
+        optimizer="torch.optim.SGD(m.parameters(), lr=0.1)",
         scheduler="torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)",
     ),
     Mutation(
@@ -254,13 +276,15 @@ MODEL = [
         head="",
         forward="",
         loss="",
-        collate="return {'x': torch.stack([torch.as_tensor(r['x']) for r in records]).double(), 'y': torch.tensor([int(r['y']) for r in records])}",
+        collate="return {'x': torch.stack([torch.as_tensor(r['x']) for r in records]).double(), 'y': "
+        "torch.tensor([int(r['y']) for r in records])}",
     ),
     Mutation(
         "bfloat16",
         ("bfloat16",),
         build="m.bfloat16()",
-        collate="return {'x': torch.stack([torch.as_tensor(r['x']) for r in records]).bfloat16(), 'y': torch.tensor([int(r['y']) for r in records])}",
+        collate="return {'x': torch.stack([torch.as_tensor(r['x']) for r in records]).bfloat16(), 'y': "
+        "torch.tensor([int(r['y']) for r in records])}",
         optimizer="torch.optim.SGD(m.parameters(), lr=0.1)",
         alone=True,
     ),
@@ -303,13 +327,17 @@ MODEL = [
     Mutation(
         "extra state",
         ("extra_state", "extra state"),
-        init="self.extra = nn.Linear(8, 8)\nself.extra.get_extra_state = lambda: torch.tensor(3)\nself.extra.set_extra_state = lambda state: None",
+        init="self.extra = nn.Linear(8, 8)\nself.extra.get_extra_state = lambda: "
+        "torch.tensor(3)\nself.extra.set_extra_state = lambda state: None",
     ),
     Mutation(
         "assigned afterwards",
-        build="m.first.weight = nn.Parameter(m.first.weight.detach().clone() * 2)\nnn.init.zeros_(m.last.bias)",
+        build="m.first.weight = nn.Parameter(m.first.weight.detach().clone() * "
+        "2)\nnn.init.zeros_(m.last.bias)",
     ),
-    Mutation("loaded", build="m.load_state_dict({name: value * 0.5 for name, value in m.state_dict().items()})"),
+    Mutation(
+        "loaded", build="m.load_state_dict({name: value * 0.5 for name, value in m.state_dict().items()})"
+    ),
     Mutation("a copy of a model", build="m = copy.deepcopy(m)", alone=True),
     Mutation(
         "checkpointed",
@@ -319,12 +347,15 @@ MODEL = [
     Mutation(
         "checkpointed, reentrant",
         init="self.again = nn.Linear(8, 8)",
-        forward="h = torch.utils.checkpoint.checkpoint(lambda v: self.again(torch.tanh(v)), h, use_reentrant=True)",
+        forward="h = torch.utils.checkpoint.checkpoint(lambda v: self.again(torch.tanh(v)), h, "
+        "use_reentrant=True)",
         head="import torch.utils.checkpoint",
     ),
     Mutation(
         "its own function",
-        head="class Cube(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, v):\n        ctx.save_for_backward(v)\n        return v ** 3\n    @staticmethod\n    def backward(ctx, g):\n        return 3 * ctx.saved_tensors[0] ** 2 * g",
+        head="class Cube(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, v):\n       "
+        " ctx.save_for_backward(v)\n        return v ** 3\n    @staticmethod\n    def "
+        "backward(ctx, g):\n        return 3 * ctx.saved_tensors[0] ** 2 * g",
         forward="h = Cube.apply(h)",
     ),
 ]

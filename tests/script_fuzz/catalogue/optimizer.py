@@ -1,4 +1,5 @@
-"""Optimizers with their options, groups and hooks; schedulers; what is done to an optimizer while it trains."""
+"""Optimizers with their options, groups and hooks; schedulers; what is done to an optimizer while it
+trains."""
 
 from __future__ import annotations
 
@@ -24,13 +25,22 @@ CLASSES = {
         "lr=0.02, foreach=True",
         "lr=0.02, fused=True",
     ),
-    "AdamW": ("lr=0.02", "lr=0.02, amsgrad=True, weight_decay=0.1", "lr=0.02, maximize=True", "lr=0.02, fused=True"),
+    "AdamW": (
+        "lr=0.02",
+        "lr=0.02, amsgrad=True, weight_decay=0.1",
+        "lr=0.02, maximize=True",
+        "lr=0.02, fused=True",
+    ),
     "Adagrad": (
         "lr=0.1",
         "lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5",
         "lr=0.1, eps=1e-3, maximize=True",
     ),
-    "RMSprop": ("", "lr=0.02, alpha=0.9, momentum=0.5, centered=True", "lr=0.02, weight_decay=0.1, maximize=True"),
+    "RMSprop": (
+        "",
+        "lr=0.02, alpha=0.9, momentum=0.5, centered=True",
+        "lr=0.02, weight_decay=0.1, maximize=True",
+    ),
     "Adadelta": ("", "lr=0.5, rho=0.8, weight_decay=0.1", "foreach=True, maximize=True"),
     "Adamax": ("", "lr=0.02, weight_decay=0.1, betas=(0.8, 0.9)"),
     "NAdam": (
@@ -60,25 +70,33 @@ OPTIMIZERS += [
         for name, options in REFUSED.items()
         if name not in ("SparseAdam", "LBFGS")
     ),
-    Mutation("a rate in a tensor", ("lr",), optimizer=f"torch.optim.SGD({P}, lr=torch.tensor(0.1), foreach=False)"),
+    Mutation(
+        "a rate in a tensor", ("lr",), optimizer=f"torch.optim.SGD({P}, lr=torch.tensor(0.1), foreach=False)"
+    ),
     Mutation("a rate in a tensor, Adam", ("lr",), optimizer=f"torch.optim.Adam({P}, lr=torch.tensor(0.02))"),
     Mutation(
         "betas in tensors",
         ("betas", "option lr"),
-        optimizer=f"torch.optim.Adam({P}, lr=torch.tensor(0.02), betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False)",
+        optimizer=f"torch.optim.Adam({P}, lr=torch.tensor(0.02), betas=(torch.tensor(0.8), "
+        "torch.tensor(0.9)), foreach=False)",
         alone=True,
     ),
-    Mutation("differentiable", ("differentiable",), optimizer=f"torch.optim.SGD({P}, lr=0.1, differentiable=False)"),
+    Mutation(
+        "differentiable", ("differentiable",), optimizer=f"torch.optim.SGD({P}, lr=0.1, differentiable=False)"
+    ),
     Mutation(
         "groups",
-        optimizer="torch.optim.AdamW([{'params': [m.first.weight, m.last.weight], 'weight_decay': 0.1}, {'params': [m.first.bias, m.last.bias], 'lr': 0.05, 'betas': (0.5, 0.9)}], lr=0.02)",
+        optimizer="torch.optim.AdamW([{'params': [m.first.weight, m.last.weight], 'weight_decay': 0.1}, "
+        "{'params': [m.first.bias, m.last.bias], 'lr': 0.05, 'betas': (0.5, 0.9)}], lr=0.02)",
     ),
     Mutation(
         "a group for each parameter",
-        optimizer="torch.optim.SGD([{'params': [p], 'lr': 0.1 / (1 + n), 'nesterov': n % 2 == 0} for n, p in enumerate(m.parameters())], momentum=0.9)",
+        optimizer="torch.optim.SGD([{'params': [p], 'lr': 0.1 / (1 + n), 'nesterov': n % 2 == 0} for n, p in "
+        "enumerate(m.parameters())], momentum=0.9)",
     ),
     Mutation(
-        "groups in another order", optimizer="torch.optim.Adam([{'params': list(m.parameters())[::-1]}], lr=0.02)"
+        "groups in another order",
+        optimizer="torch.optim.Adam([{'params': list(m.parameters())[::-1]}], lr=0.02)",
     ),
     Mutation(
         "a group added",
@@ -101,42 +119,55 @@ OPTIMIZERS += [
     Mutation(
         "a subclass",
         ("Mine",),
-        head="class Mine(torch.optim.SGD):\n    def step(self, closure=None):\n        for group in self.param_groups:\n            for p in group['params']:\n                p.grad.sign_()\n        return super().step(closure)",
+        head="class Mine(torch.optim.SGD):\n    def step(self, closure=None):\n        for group in "
+        "self.param_groups:\n            for p in group['params']:\n                "
+        "p.grad.sign_()\n        return super().step(closure)",
         optimizer=f"Mine({P}, lr=0.1)",
     ),
     Mutation(
         "an optimizer of its own",
         ("Own",),
-        head="class Own(torch.optim.Optimizer):\n    def __init__(self, p):\n        super().__init__(p, {'lr': 0.1})\n    def step(self, closure=None):\n        with torch.no_grad():\n            for p in self.param_groups[0]['params']:\n                p.sub_(0.1 * p.grad.sign())",
+        head="class Own(torch.optim.Optimizer):\n    def __init__(self, p):\n        "
+        "super().__init__(p, {'lr': 0.1})\n    def step(self, closure=None):\n        with "
+        "torch.no_grad():\n            for p in self.param_groups[0]['params']:\n                "
+        "p.sub_(0.1 * p.grad.sign())",
         optimizer=f"Own({P})",
     ),
     Mutation(
         "a hook before the step",
         ("hook",),
-        prepared="opt.register_step_pre_hook(lambda opt, a, k: [p.grad.mul_(0.5) for p in m.parameters()] and None)",
+        prepared="opt.register_step_pre_hook(lambda opt, a, k: [p.grad.mul_(0.5) for p in m.parameters()] "
+        "and None)",
     ),
     Mutation(
         "a hook behind the step",
         ("hook",),
-        prepared="def clamp(opt, a, k):\n    with torch.no_grad():\n        for p in m.parameters():\n            p.clamp_(-0.05, 0.05)\nopt.register_step_post_hook(clamp)",
+        prepared="def clamp(opt, a, k):\n    with torch.no_grad():\n        for p in m.parameters():\n      "
+        "      p.clamp_(-0.05, 0.05)\nopt.register_step_post_hook(clamp)",
     ),
     Mutation(
         "a hook for all optimizers",
         ("hook",),
         head="from torch.optim.optimizer import register_optimizer_step_post_hook\nhandles = []",
-        prepared="def clamp(one, a, k):\n    if one is opt:\n        with torch.no_grad():\n            for p in m.parameters():\n                p.clamp_(-0.05, 0.05)\nhandles.append(register_optimizer_step_post_hook(clamp))",
+        prepared="def clamp(one, a, k):\n    if one is opt:\n        with torch.no_grad():\n            for "
+        "p in m.parameters():\n                p.clamp_(-0.05, "
+        "0.05)\nhandles.append(register_optimizer_step_post_hook(clamp))",
         loss="if step == 7:\n    pass",
         alone=True,
     ),
     Mutation(
         "a step patched",
         ("step",),
-        prepared="real = opt.step\ndef step(*a, **k):\n    real(*a, **k)\n    with torch.no_grad():\n        for p in m.parameters():\n            p.clamp_(-0.05, 0.05)\nopt.step = step",
+        prepared="real = opt.step\ndef step(*a, **k):\n    real(*a, **k)\n    with torch.no_grad():\n       "
+        " for p in m.parameters():\n            p.clamp_(-0.05, 0.05)\nopt.step = step",
     ),
     Mutation(
         "a step patched in the class",
         (".SGD", "a step that was replaced"),
-        head="class Patched(torch.optim.SGD):\n    pass\nPatched.__name__ = 'SGD'\ndef clamped(self, closure=None):\n    torch.optim.SGD.step(self)\n    with torch.no_grad():\n        for group in self.param_groups:\n            for p in group['params']:\n                p.clamp_(-0.05, 0.05)\nPatched.step = clamped",
+        head="class Patched(torch.optim.SGD):\n    pass\nPatched.__name__ = 'SGD'\ndef clamped(self, "
+        "closure=None):\n    torch.optim.SGD.step(self)\n    with torch.no_grad():\n        for "
+        "group in self.param_groups:\n            for p in group['params']:\n                "
+        "p.clamp_(-0.05, 0.05)\nPatched.step = clamped",
         optimizer=f"Patched({P}, lr=0.1)",
         alone=True,
     ),
@@ -148,10 +179,13 @@ OPTIMIZERS += [
     Mutation(
         "an optimizer with loaded state",
         ("state",),
-        prepared="state = opt.state_dict()\nstate['state'] = {n: {'momentum_buffer': torch.ones_like(p)} for n, p in enumerate(m.parameters())}\nopt.load_state_dict(state)",
+        prepared="state = opt.state_dict()\nstate['state'] = {n: {'momentum_buffer': torch.ones_like(p)} "
+        "for n, p in enumerate(m.parameters())}\nopt.load_state_dict(state)",
     ),
     Mutation(
-        "a rate changed in the loss", ("lr", "options", "rate"), loss=waits("made[0].param_groups[0]['lr'] = 0.01")
+        "a rate changed in the loss",
+        ("lr", "options", "rate"),
+        loss=waits("made[0].param_groups[0]['lr'] = 0.01"),
     ),
     Mutation(
         "a momentum changed in the loss",
@@ -172,7 +206,8 @@ OPTIMIZERS += [
     Mutation(
         "a group removed in the loss",
         ("group",),
-        optimizer="torch.optim.SGD([{'params': m.first.parameters()}, {'params': m.last.parameters()}], lr=0.1)",
+        optimizer="torch.optim.SGD([{'params': m.first.parameters()}, {'params': m.last.parameters()}], "
+        "lr=0.1)",
         loss=waits("del made[0].param_groups[1]"),
     ),
     Mutation(
@@ -190,7 +225,8 @@ OPTIMIZERS += [
         "state changed in the loss",
         ("state",),
         loss=waits(
-            "for p in model.parameters():\n    made[0].state.setdefault(p, {})['momentum_buffer'] = torch.zeros_like(p)"
+            "for p in model.parameters():\n    made[0].state.setdefault(p, {})['momentum_buffer'] "
+            "= torch.zeros_like(p)"
         ),
     ),
 ]
@@ -219,7 +255,8 @@ SCHEDULERS += [
         optimizer=f"torch.optim.SGD({P}, lr=0.1, momentum=0.9)",
     ),
     Mutation(
-        "CyclicLR without momentum", scheduler=f"{L}.CyclicLR(opt, 0.01, 0.1, step_size_up=3, cycle_momentum=False)"
+        "CyclicLR without momentum",
+        scheduler=f"{L}.CyclicLR(opt, 0.01, 0.1, step_size_up=3, cycle_momentum=False)",
     ),
     Mutation(
         "OneCycleLR with Adam",
@@ -228,7 +265,8 @@ SCHEDULERS += [
     ),
     Mutation(
         "SequentialLR",
-        scheduler=f"{L}.SequentialLR(opt, [{L}.LinearLR(opt, 0.1, 1.0, 3), {L}.CosineAnnealingLR(opt, 5)], [3])",
+        scheduler=f"{L}.SequentialLR(opt, [{L}.LinearLR(opt, 0.1, 1.0, 3), {L}.CosineAnnealingLR(opt, 5)], "
+        "[3])",
     ),
     Mutation(
         "ChainedScheduler",
@@ -236,7 +274,8 @@ SCHEDULERS += [
     ),
     Mutation(
         "a rate for each group",
-        optimizer="torch.optim.SGD([{'params': m.first.parameters()}, {'params': m.last.parameters(), 'lr': 0.5}], lr=0.1)",
+        optimizer="torch.optim.SGD([{'params': m.first.parameters()}, {'params': m.last.parameters(), 'lr': "
+        "0.5}], lr=0.1)",
         scheduler=f"{L}.LambdaLR(opt, [lambda n: 0.9 ** n, lambda n: 1 / (1 + n)])",
     ),
     Mutation(
@@ -246,7 +285,8 @@ SCHEDULERS += [
     ),
     Mutation(
         "a scheduler of its own",
-        head="class Warm(torch.optim.lr_scheduler.LRScheduler):\n    def get_lr(self):\n        return [rate * min(1, (self.last_epoch + 1) / 4) for rate in self.base_lrs]",
+        head="class Warm(torch.optim.lr_scheduler.LRScheduler):\n    def get_lr(self):\n        return "
+        "[rate * min(1, (self.last_epoch + 1) / 4) for rate in self.base_lrs]",
         scheduler="Warm(opt)",
     ),
     Mutation(
@@ -256,13 +296,18 @@ SCHEDULERS += [
     ),
     Mutation(
         "a decay that follows the schedule",
-        head="class Decay(torch.optim.lr_scheduler.LambdaLR):\n    def step(self, *a):\n        super().step(*a)\n        for group in self.optimizer.param_groups:\n            group['weight_decay'] = group['lr'] / 10",
+        head="class Decay(torch.optim.lr_scheduler.LambdaLR):\n    def step(self, *a):\n        "
+        "super().step(*a)\n        for group in self.optimizer.param_groups:\n            "
+        "group['weight_decay'] = group['lr'] / 10",
         scheduler="Decay(opt, lambda n: 0.9 ** n)",
     ),
     Mutation(
         "a scheduler without a class of torch's",
         ("scheduler",),
-        head="class Plain:\n    def __init__(self, opt):\n        self.opt, self.n = opt, 0\n    def step(self):\n        self.n += 1\n        for group in self.opt.param_groups:\n            group['lr'] = 0.1 / (1 + self.n)\n    def state_dict(self):\n        return {'n': self.n}\n    def load_state_dict(self, state):\n        self.n = state['n']",
+        head="class Plain:\n    def __init__(self, opt):\n        self.opt, self.n = opt, 0\n    def "
+        "step(self):\n        self.n += 1\n        for group in self.opt.param_groups:\n           "
+        " group['lr'] = 0.1 / (1 + self.n)\n    def state_dict(self):\n        return {'n': "
+        "self.n}\n    def load_state_dict(self, state):\n        self.n = state['n']",
         scheduler="Plain(opt)",
     ),
 ]

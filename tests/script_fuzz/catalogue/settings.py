@@ -20,12 +20,20 @@ SETTINGS = [
     Mutation("a sum in several parts", head=BIG, loss=SUMMED),
     Mutation("threads", ("threads",), head=f"torch.set_num_threads(7)\n{BIG}", loss=SUMMED),
     Mutation("threads in the model", ("threads",), head=BIG, build="torch.set_num_threads(7)", loss=SUMMED),
-    Mutation("threads at a step", ("threads",), head=BIG, loss=f"{waits('torch.set_num_threads(7)')}\n{SUMMED}"),
-    Mutation("threads behind a step", ("threads",), head=BIG, loss=SUMMED, after=waits("torch.set_num_threads(7)")),
-    Mutation("a default dtype from the model on", ("default_dtype",), build=DOUBLE, loss=NOISE, optimizer=COUNTS),
+    Mutation(
+        "threads at a step", ("threads",), head=BIG, loss=f"{waits('torch.set_num_threads(7)')}\n{SUMMED}"
+    ),
+    Mutation(
+        "threads behind a step", ("threads",), head=BIG, loss=SUMMED, after=waits("torch.set_num_threads(7)")
+    ),
+    Mutation(
+        "a default dtype from the model on", ("default_dtype",), build=DOUBLE, loss=NOISE, optimizer=COUNTS
+    ),
     Mutation("a default dtype at a step", ("default_dtype",), loss=f"{waits(DOUBLE)}\n{NOISE}"),
     Mutation("a default dtype behind a step", ("default_dtype",), loss=NOISE, after=waits(DOUBLE)),
-    Mutation("a default dtype for a while", loss=f"{DOUBLE}\n{NOISE}\ntorch.set_default_dtype(torch.float32)"),
+    Mutation(
+        "a default dtype for a while", loss=f"{DOUBLE}\n{NOISE}\ntorch.set_default_dtype(torch.float32)"
+    ),
     Mutation("a default device", head="torch.set_default_device('cpu')"),
     Mutation("deterministic algorithms", head="torch.use_deterministic_algorithms(True)"),
     Mutation(
@@ -38,7 +46,8 @@ SETTINGS = [
     Mutation("other kernels behind a step", ("mkldnn",), after=waits(KERNELS), **CONVOLVED),
     Mutation(
         "kernels by flags",
-        loss="with torch.backends.mkldnn.flags(enabled=False):\n    value = value + model(batch['x']).pow(2).mean()",
+        loss="with torch.backends.mkldnn.flags(enabled=False):\n    value = value + "
+        "model(batch['x']).pow(2).mean()",
         **CONVOLVED,
     ),
     Mutation("precision of products", head="torch.set_float32_matmul_precision('medium')"),
@@ -52,7 +61,10 @@ SETTINGS = [
     Mutation("small numbers", **FLUSHED),
     Mutation("small numbers are 0", ("flush_denormal",), head="torch.set_flush_denormal(True)", **FLUSHED),
     Mutation(
-        "small numbers are 0 at a step", ("flush_denormal",), loss=waits("torch.set_flush_denormal(True)"), **FLUSHED
+        "small numbers are 0 at a step",
+        ("flush_denormal",),
+        loss=waits("torch.set_flush_denormal(True)"),
+        **FLUSHED,
     ),
     Mutation(
         "gradients left switched off",

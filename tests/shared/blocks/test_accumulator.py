@@ -1,4 +1,5 @@
-"""The canonical tree: the same bits whatever the order and the cut of what arrives, and no memory but what waits."""
+"""The canonical tree: the same bits whatever the order and the cut of what arrives, and no memory but what
+waits."""
 
 import random
 from itertools import pairwise, permutations

@@ -1,4 +1,5 @@
-"""The norm of a gradient out of its blocks: exact, and of the same bits in every order and with any number of threads."""
+"""The norm of a gradient out of its blocks: exact, and of the same bits in every order and with any number of
+threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is written behind training runs at a lower priority than what is waited for, rests, and ends with the process."""
+"""What is written behind training runs at a lower priority than what is waited for, rests, and ends with the
+process."""
 
 from __future__ import annotations
 

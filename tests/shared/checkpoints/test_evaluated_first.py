@@ -1,4 +1,5 @@
-"""A checkpoint waits for an older one that is evaluated, as long as that one may still become whole, and not for ever."""
+"""A checkpoint waits for an older one that is evaluated, as long as that one may still become whole, and not
+for ever."""
 
 from __future__ import annotations
 
@@ -58,7 +59,13 @@ class Saving:
 
 def pending(version: int, slots: int) -> PendingCheckpoint:
     record = StepRecord(version=version, positions=())
-    of: dict[str, Any] = {"timeline": 0, "slots": map_of(slots), "layout": LAYOUT, "mode": Mode.SYNC, "record": record}
+    of: dict[str, Any] = {
+        "timeline": 0,
+        "slots": map_of(slots),
+        "layout": LAYOUT,
+        "mode": Mode.SYNC,
+        "record": record,
+    }
     return PendingCheckpoint(uuid=str(version), index=0, file="f", lanes=8, restored="", **of)
 
 
@@ -115,7 +122,9 @@ def test_nobody_waits_for_an_owner_that_has_written_its_part_of_the_newer_one() 
 @pytest.mark.parametrize(
     "place", [{"evaluation": 0}, {"evaluation": 2, "timeline": 1}, {"evaluation": 2, "step": 8}], ids=str
 )
-def test_nobody_waits_for_one_that_is_not_evaluated_of_another_timeline_or_newer(place: dict[str, int]) -> None:
+def test_nobody_waits_for_one_that_is_not_evaluated_of_another_timeline_or_newer(
+    place: dict[str, int],
+) -> None:
     saving = Saving()
     saving.begin(**place)
     assert not saving.holds()

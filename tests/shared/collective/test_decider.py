@@ -1,4 +1,5 @@
-"""Who decides about epochs may die, etcd may restart or fall silent: ids never repeat, and nobody is left out who lives."""
+"""Who decides about epochs may die, etcd may restart or fall silent: ids never repeat, and nobody is left out
+who lives."""
 
 from __future__ import annotations
 

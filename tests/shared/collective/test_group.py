@@ -128,7 +128,8 @@ class Missing(Groups):
 
 
 def test_a_member_to_which_nobody_connects_gives_up_within_its_time_limit():
-    """The others said where they listen, and went on to the next epoch. Gloo waits five times for its own limit."""
+    """The others said where they listen, and went on to the next epoch. Gloo waits five times for its own
+    limit."""
     values, devices, limit_s = Values(), [Device("127.0.0.1") for _ in range(2)], 2.0
     peers = [device.address for device in devices]
 

@@ -62,7 +62,10 @@ def test_values_keep_their_form_and_the_order_of_their_keys_does_not_matter():
         ({"x": "text"}, "['x'] is str"),
         (torch.ones(2, dtype=torch.int64), "int64, which has no mean"),
         (torch.ones(2, dtype=torch.bool), "bool, which is not reduced"),
-        ({"w": torch.ones(2).to(torch.float8_e5m2)}, "['w'] is float8_e5m2, which is not reduced; cast it, to float32"),
+        (
+            {"w": torch.ones(2).to(torch.float8_e5m2)},
+            "['w'] is float8_e5m2, which is not reduced; cast it, to float32",
+        ),
         (torch.ones(2, dtype=torch.int16), "int16, which is not reduced; cast it, to float32"),
         (torch.eye(2).to_sparse(), "is a sparse tensor"),
         ([1.0, torch.ones(2, device="meta")], "[1] is on the meta device and has no values"),
@@ -108,7 +111,9 @@ def test_the_weighted_mean_of_every_dtype_and_form(reduction):
 @pytest.mark.parametrize("reduction", ["native", "canonical"])
 def test_weight_0_leaves_out_even_values_that_are_no_numbers(reduction):
     found = reduced(
-        [torch.tensor([1.25, 3.0]), torch.tensor([math.nan, math.inf])], weights=[7.0, 0.0], reduction=reduction
+        [torch.tensor([1.25, 3.0]), torch.tensor([math.nan, math.inf])],
+        weights=[7.0, 0.0],
+        reduction=reduction,
     )
     assert [each.tolist() for each in found] == [[1.25, 3.0]] * 2
     nobody = reduced([torch.ones(2), torch.ones(2)], weights=[0.0, 0.0], reduction=reduction)
@@ -130,7 +135,9 @@ REDUCED_INTEGERS = ["uint8", "int8", "int32", "int64"]
 def test_a_sum_of_what_gloo_cannot_carry_is_refused_at_once(reduction, count):
     for name in ODD:
         value = {"w": torch.ones(3).to(getattr(torch, name))}
-        with pytest.raises(InvalidArgument, match=rf"\['w'\] is {name}, which is not reduced; cast it, to (int|float)"):
+        with pytest.raises(
+            InvalidArgument, match=rf"\['w'\] is {name}, which is not reduced; cast it, to (int|float)"
+        ):
             reduced([value] * count, op="SUM", reduction=reduction)
 
 
@@ -152,7 +159,9 @@ def test_on_their_way_values_are_as_narrow_as_wanted():
 
 def test_canonical_means_have_the_bits_of_the_tree_over_members_in_any_cut_of_buffers():
     generator = torch.Generator().manual_seed(4)
-    values = [[torch.randn(13, generator=generator), torch.randn(2, 5, generator=generator)] for _ in range(3)]
+    values = [
+        [torch.randn(13, generator=generator), torch.randn(2, 5, generator=generator)] for _ in range(3)
+    ]
     counts = [3.0, 1.0, 2.0]
     left, count = combine(values[0][0].clone(), 3, values[1][0].clone(), 1)
     wanted, _ = combine(left, count, values[2][0].clone(), 2)

@@ -1,4 +1,5 @@
-"""Members never disagree about an operation, whatever dies, freezes, comes back or joins: a model of epochs, run at random."""
+"""Members never disagree about an operation, whatever dies, freezes, comes back or joins: a model of epochs,
+run at random."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def test_new_members_alone_begin_another_history_than_those_who_had_the_state():
 
 @dataclass
 class Process:
-    """`log`: what its caller knows, by number of the operation; new members take over the log with the state."""
+    """`log`: what its caller knows, by number of the operation; new members take over the log with the
+    state."""
 
     progress: Progress = field(default_factory=Progress)
     log: dict[int, int] = field(default_factory=dict)
@@ -79,7 +81,8 @@ class Process:
 
 
 def history(seed: int) -> None:
-    """Raises AssertionError where two members with the group's state have different results of one operation."""
+    """Raises AssertionError where two members with the group's state have different results of one
+    operation."""
     chance = random.Random(seed)
     epoch, group, away = 0, [Process(), Process(), Process()], []
     for _ in range(40):

@@ -1,4 +1,5 @@
-"""Members that do not reach each other while both reach etcd: the group goes on without one of them, and it comes back when they do."""
+"""Members that do not reach each other while both reach etcd: the group goes on without one of them, and it
+comes back when they do."""
 
 from __future__ import annotations
 

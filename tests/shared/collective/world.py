@@ -36,16 +36,27 @@ class Process:
         self.world, self.name = world, name
         self.etcd = Etcd(world.etcd.transport(name))
         self.mirror = Mirror(self.etcd, KEYS.collective)
-        self.record = CommunicatorMember(member=name, incarnation=f"of {name}", host="h", pid=1, address=f"{name}:1")
+        self.record = CommunicatorMember(
+            member=name, incarnation=f"of {name}", host="h", pid=1, address=f"{name}:1"
+        )
         self.own = OwnKey(self.etcd, self.record)
         self.dead = asyncio.Event()
         self.reach = Reach(
-            self.etcd, KEYS, self.mirror, lambda: self.own, named(name), TTL_S, lambda: world.stuck_s, self._reaches
+            self.etcd,
+            KEYS,
+            self.mirror,
+            lambda: self.own,
+            named(name),
+            TTL_S,
+            lambda: world.stuck_s,
+            self._reaches,
         )
 
     async def live(self) -> None:
         assert await self.own.claim(KEYS.collective_member(self.name), TTL_S)
-        one = Decider(self.etcd, KEYS, self.mirror, lambda: self.own, self.world.minimum, self.world.proved_dead)
+        one = Decider(
+            self.etcd, KEYS, self.mirror, lambda: self.own, self.world.minimum, self.world.proved_dead
+        )
         async with asyncio.TaskGroup() as group:
             for part in (self._hold(), self.mirror.follow(), one.run(), self.reach.run()):
                 group.create_task(part)
@@ -66,7 +77,8 @@ class Process:
 
 
 class World:
-    """`closed`: ways on which nothing is delivered, "ab" from a to b. `stuck_s`: for how long every epoch has made no progress."""
+    """`closed`: ways on which nothing is delivered, "ab" from a to b. `stuck_s`: for how long every epoch has
+    made no progress."""
 
     def __init__(self, minimum: int = 1) -> None:
         self.minimum = minimum

@@ -31,10 +31,14 @@ def scan(dataset, content: bytes, piece: int, start: int = 0) -> list[bytes]:
 
 @st.composite
 def csv_files(draw):
-    """Bytes of a CSV file with quoted line breaks, doubled quotes and blank lines; every row has as many fields."""
+    """Bytes of a CSV file with quoted line breaks, doubled quotes and blank lines; every row has as many
+    fields."""
     columns = draw(st.integers(1, 3))
     rows = draw(
-        st.lists(st.lists(st.text(alphabet='a,"\n\r é', max_size=4), min_size=columns, max_size=columns), max_size=10)
+        st.lists(
+            st.lists(st.text(alphabet='a,"\n\r é', max_size=4), min_size=columns, max_size=columns),
+            max_size=10,
+        )
     )
     end = draw(st.sampled_from(["\n", "\r\n"]))
     text = ""

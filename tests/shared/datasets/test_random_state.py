@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from trireme_shared.datasets.random_state import START_SEED, Generators, seed_everything, seed_of, seeded, undisturbed
+from trireme_shared.datasets.random_state import (
+    START_SEED,
+    Generators,
+    seed_everything,
+    seed_of,
+    seeded,
+    undisturbed,
+)
 
 DRAWS = {
     "torch": lambda: torch.rand(1).item(),

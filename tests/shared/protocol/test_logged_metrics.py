@@ -1,4 +1,5 @@
-"""`trireme.log_metrics`: bounded numbers under names that are not the job's own, collected while the loss runs."""
+"""`trireme.log_metrics`: bounded numbers under names that are not the job's own, collected while the loss
+runs."""
 
 from __future__ import annotations
 
@@ -86,6 +87,10 @@ def test_learning_rates_of_several_groups_are_numbered() -> None:
 
 
 def test_the_import_loads_neither_torch_nor_pydantic() -> None:
-    code = "import sys, trireme; trireme.log_metrics({'a': 1}); print({'torch', 'pydantic'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    code = (
+        "import sys, trireme; trireme.log_metrics({'a': 1}); print({'torch', 'pydantic'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "set()\n"

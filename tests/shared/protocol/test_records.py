@@ -39,12 +39,17 @@ def parts_of(annotation: Any) -> Iterator[Any]:
 
 
 def loses_nulls(record: type[Record]) -> bool:
-    """Whether a null in it, or in a record inside, would be read again as a default that is something else."""
+    """Whether a null in it, or in a record inside, would be read again as a default that is something
+    else."""
     for field in record.model_fields.values():
         parts = [*parts_of(field.annotation)]
         if types.NoneType in parts and field.default is not None:
             return True
-        inside = [part for part in parts if isinstance(part, type) and issubclass(part, Record) and part is not record]
+        inside = [
+            part
+            for part in parts
+            if isinstance(part, type) and issubclass(part, Record) and part is not record
+        ]
         if any(loses_nulls(part) for part in inside):
             return True
     return False

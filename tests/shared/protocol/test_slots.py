@@ -13,7 +13,9 @@ from trireme_shared.protocol.records.layout import ELEMENT_BYTES, Layout, Optimi
 OPTIMIZER = OptimizerSpec(name="SGD", defaults={"lr": 0.1}, groups=({"lr": 0.1},))
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), st.integers(1, 5000)), min_size=1, max_size=4))
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), st.integers(1, 5000)), min_size=1, max_size=4)
+)
 def test_blocks_cover_every_element_once_and_are_numbered_densely(parts: list[tuple[str, int]]) -> None:
     segments = tuple(Segment(kind="param", dtype=dtype, elements=n, group=0) for dtype, n in parts)
     blocks = list(Layout(segments=segments, block_bytes=1024, digest="", optimizer=OPTIMIZER).blocks())

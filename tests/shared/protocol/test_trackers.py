@@ -29,9 +29,9 @@ def test_trackers_are_given_as_texts_and_tables(given: object, kinds: list[str])
 
 
 def test_options_are_written_as_in_a_url() -> None:
-    assert Tracker.model_validate("mlflow?experiment=digits&run=first&uri=http%3A%2F%2Fhost%3A5000") == Tracker(
-        kind="mlflow", experiment="digits", run="first", uri="http://host:5000"
-    )
+    assert Tracker.model_validate(
+        "mlflow?experiment=digits&run=first&uri=http%3A%2F%2Fhost%3A5000"
+    ) == Tracker(kind="mlflow", experiment="digits", run="first", uri="http://host:5000")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A table as a dict, one id at a time: what trireme_shared.tables.table has to do. Steps are torch's own where torch has them."""
+"""A table as a dict, one id at a time: what trireme_shared.tables.table has to do. Steps are torch's own
+where torch has them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def initial(spec: TableSpec, key: int) -> np.ndarray:
             values[:] = unit * np.float32(scale)
         else:
             bits = mix64(base + np.arange(2 * spec.dim, dtype=np.uint64) * GOLDEN)
-            parts = sum(((bits >> np.uint64(16 * part)) & np.uint64(65535)).astype(np.int64) for part in range(4))
+            parts = sum(
+                ((bits >> np.uint64(16 * part)) & np.uint64(65535)).astype(np.int64) for part in range(4)
+            )
             total = parts.reshape(spec.dim, 2).sum(1).astype(np.float32)
             values[:] = (total - np.float32(4 * 65535)) * np.float32(scale / 53509.913)
     return values
@@ -122,7 +125,9 @@ class DictTable:
             torch.zeros(1, 1, dtype=torch.int64),
             torch.tensor(gradient.tolist(), dtype=torch.float32).reshape(1, dim),
         )
-        weight.grad = torch.sparse_coo_tensor(index, values, (1, dim), is_coalesced=True, check_invariants=False)
+        weight.grad = torch.sparse_coo_tensor(
+            index, values, (1, dim), is_coalesced=True, check_invariants=False
+        )
         state = torch.tensor(row[dim:])
         if spec.kind == "sgd":
             torch.optim.SGD([weight], lr=lr).step()
@@ -142,7 +147,9 @@ class DictTable:
             weight.data[0] -= torch.tensor(lr * gradient / (np.sqrt(grown) + spec.eps))
             row[dim] = grown
         else:
-            g, w, z, total = (np.float64(part) for part in (gradient, row[:dim], row[dim : 2 * dim], row[2 * dim :]))
+            g, w, z, total = (
+                np.float64(part) for part in (gradient, row[:dim], row[dim : 2 * dim], row[2 * dim :])
+            )
             grown = total + g * g
             z = z + g * (lr / spec.lr) - (np.sqrt(grown) - np.sqrt(total)) / spec.lr * w
             found = -(z - np.sign(z) * spec.l1) / ((spec.beta + np.sqrt(grown)) / spec.lr + spec.l2)

@@ -1,4 +1,5 @@
-"""Whole rows of an old version and what has changed since are the rows of the new one, while another step goes on."""
+"""Whole rows of an old version and what has changed since are the rows of the new one, while another step
+goes on."""
 
 from __future__ import annotations
 
@@ -51,13 +52,17 @@ def test_a_chain_of_changes_has_the_rows_of_its_version(data: Any) -> None:
         step(data, table, lock)
     none = np.empty(0, np.int64)
     since, version = TableSnapshot(table, lock), table.version
-    living_before = living(joined([table.read_slot(slot) for slot in table.slots()], table.width), table.spec, version)
+    living_before = living(
+        joined([table.read_slot(slot) for slot in table.slots()], table.width), table.spec, version
+    )
     links = [(read(since, data, table, lock), none, none)]
     for _ in range(data.draw(st.integers(1, 4))):
         for _ in range(data.draw(st.integers(0, 3))):
             step(data, table, lock)
         expected, now = copy_of(table), table.version
-        rows_now = living(joined([table.read_slot(slot) for slot in table.slots()], table.width), table.spec, now)
+        rows_now = living(
+            joined([table.read_slot(slot) for slot in table.slots()], table.width), table.spec, now
+        )
         snapshot = TableSnapshot(table, lock)
         if data.draw(st.booleans()):
             step(data, table, lock)
@@ -131,7 +136,9 @@ def test_steps_while_changes_are_counted_lose_no_row_of_slots_that_were_counted_
     since = table.version
     table.step(ids[::2], np.ones((500, 3), np.float32))
     others = iter([*(ids[first::100] for first in range(100)), *[ids[:10]] * 1000])
-    snapshot = TableSnapshot(table, LockOfTurns(lambda: table.step(next(others), np.ones((10, 3), np.float32))))
+    snapshot = TableSnapshot(
+        table, LockOfTurns(lambda: table.step(next(others), np.ones((10, 3), np.float32)))
+    )
     now = joined([table.read_slot(slot) for slot in table.slots()], table.width)
     changes = snapshot.changes_since(since)
     assert changes is not None

@@ -1,4 +1,5 @@
-"""Memory of rows is touched by another thread before a step needs it: the system may take tens of milliseconds to give a page."""
+"""Memory of rows is touched by another thread before a step needs it: the system may take tens of
+milliseconds to give a page."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ LARGE = SMALL_BYTES + 2 * PIECE_BYTES
 
 
 def chunk() -> np.ndarray:
-    return np.frombuffer(mmap.mmap(-1, ROW_BYTES << SHIFT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.float32)
+    return np.frombuffer(
+        mmap.mmap(-1, ROW_BYTES << SHIFT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.float32
+    )
 
 
 def faults_of(memory: np.ndarray, first: int, last: int) -> int:

@@ -1,4 +1,5 @@
-"""Loops are compiled before anybody waits for them, and again when any file that they come from has changed."""
+"""Loops are compiled before anybody waits for them, and again when any file that they come from has
+changed."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ print([name for name in {names} if not eval(name).signatures])
 @pytest.mark.timeout(240)
 def test_all_loops_that_tables_call_are_there_after_the_first_use():
     found = {
-        call for path in TABLES.glob("*.py") for call in re.findall(r"\b(cell|row)_loops\.(\w+)\(", path.read_text())
+        call
+        for path in TABLES.glob("*.py")
+        for call in re.findall(r"\b(cell|row)_loops\.(\w+)\(", path.read_text())
     }
     names = [f"{module}s.{name}" for module, name in sorted(found)]
     assert len(names) > 15
@@ -58,7 +61,9 @@ def test_what_was_compiled_from_other_sources_is_not_used(tmp_path):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         assert module.one_more(1) == 2
-        return sum(module.one_more.stats.cache_hits.values()), sum(module.one_more.stats.cache_misses.values())
+        return sum(module.one_more.stats.cache_hits.values()), sum(
+            module.one_more.stats.cache_misses.values()
+        )
 
     assert [stats(), stats()] == [(0, 1), (1, 0)]
     with replaced(parts, "STAMP", "of other sources"):

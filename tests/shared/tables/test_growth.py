@@ -1,4 +1,5 @@
-"""Tables that grow, are full, or whose rows expire: in bounded portions, within their limits, and the same whatever happened to their memory."""
+"""Tables that grow, are full, or whose rows expire: in bounded portions, within their limits, and the same
+whatever happened to their memory."""
 
 from __future__ import annotations
 
@@ -122,7 +123,9 @@ def test_which_rows_leave_does_not_depend_on_where_they_lie(data: Any) -> None:
             other = again
 
 
-@pytest.mark.parametrize("more", [{}, {"max_rows": 60_000}, {"admit_after": 2}, {"dim": 16, "optimizer": ADAM}])
+@pytest.mark.parametrize(
+    "more", [{}, {"max_rows": 60_000}, {"admit_after": 2}, {"dim": 16, "optimizer": ADAM}]
+)
 def test_a_table_takes_no_more_memory_than_is_said_beforehand(more: dict[str, Any]) -> None:
     table, rng = table_of(64, **more), np.random.default_rng(6)
     for _ in range(12):
@@ -184,7 +187,8 @@ def test_a_slot_can_be_read_in_parts_while_it_grows(cuts: tuple[int, ...]) -> No
 
 
 def test_a_lookup_of_the_version_before_moves_no_rows_that_left() -> None:
-    """Full tables give up as many rows as come: a late trainer would have held up everybody while they were put in order."""
+    """Full tables give up as many rows as come: a late trainer would have held up everybody while they were
+    put in order."""
     table, rng = table_of(4, max_rows=30_000), np.random.default_rng(7)
     known = some_ids(rng, 30_000)
     for _ in range(3):

@@ -15,10 +15,14 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 @given(st.lists(st.tuples(IDS, SEEDS), min_size=1, max_size=4), st.integers(1, 100))
-def test_slots_of_several_tables_are_those_of_each(tables: list[tuple[np.ndarray, int]], slot_count: int) -> None:
+def test_slots_of_several_tables_are_those_of_each(
+    tables: list[tuple[np.ndarray, int]], slot_count: int
+) -> None:
     before = [some.copy() for some, _ in tables]
     found = slots_of_tables([some for some, _ in tables], [seed for _, seed in tables], slot_count)
-    assert found.tolist() == [slot for some, seed in tables for slot in slots_of(some, seed, slot_count).tolist()]
+    assert found.tolist() == [
+        slot for some, seed in tables for slot in slots_of(some, seed, slot_count).tolist()
+    ]
     assert all(np.array_equal(some, old) for (some, _), old in zip(tables, before, strict=True))
 
 

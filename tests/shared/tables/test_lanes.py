@@ -46,7 +46,9 @@ def test_a_lane_without_an_id_counts_as_zero(data: Any) -> None:
 def test_more_ids_than_are_handled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trireme_shared.tables.lanes.MERGED_AT_ONCE", 1000)
     rng = np.random.default_rng(2)
-    lanes = [LaneRows(np.unique(rng.integers(0, 30_000, 9_000)), np.empty(0, np.float32), 5) for _ in range(4)]
+    lanes = [
+        LaneRows(np.unique(rng.integers(0, 30_000, 9_000)), np.empty(0, np.float32), 5) for _ in range(4)
+    ]
     for lane in lanes:
         lane.gradients = rng.standard_normal((len(lane.ids), 2)).astype(np.float32)
     ids, mean = mean_over_lanes(lanes, 2)
@@ -58,7 +60,10 @@ def test_more_ids_than_are_handled_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @settings(max_examples=40, deadline=None)
-@given(ids=st.lists(st.sampled_from([0, -1, 5, 2**63 - 1, -(2**63), 7]), max_size=300), seed=st.integers(0, 2**32 - 1))
+@given(
+    ids=st.lists(st.sampled_from([0, -1, 5, 2**63 - 1, -(2**63), 7]), max_size=300),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_occurrences_add_up_as_torch_coalesces_them(ids: list[int], seed: int) -> None:
     gradients = np.random.default_rng(seed).standard_normal((len(ids), 5)).astype(np.float32)
     found, sums = sums_of_ids(np.array(ids, np.int64), gradients)

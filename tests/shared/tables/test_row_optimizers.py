@@ -1,4 +1,5 @@
-"""Every row optimizer over its whole option space against an independent one: torch's own where torch has it, else its paper."""
+"""Every row optimizer over its whole option space against an independent one: torch's own where torch has it,
+else its paper."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableS
 from trireme_shared.tables.sharded import ShardedTable
 from trireme_shared.tables.table import Table, initial_values
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says it once, of its own optimizers
+# torch says it once, of its own optimizers
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 DIM, SLOTS = 3, 8
 EVERY = np.array([-(2**63), -7, 0, 1, 2, 99, 2**62], np.int64)
 RATES = st.sampled_from([1.0, 0.1, 0.013])
@@ -61,7 +63,9 @@ OF_PAPERS = st.one_of(
     ),
 )
 STEPS = st.lists(
-    st.tuples(st.sets(st.sampled_from(EVERY.tolist()), min_size=1), st.sampled_from([1.0, 0.5, 2.0, 1 / 3, 1 / 7])),
+    st.tuples(
+        st.sets(st.sampled_from(EVERY.tolist()), min_size=1), st.sampled_from([1.0, 0.5, 2.0, 1 / 3, 1 / 7])
+    ),
     min_size=1,
     max_size=6,
 )
@@ -69,7 +73,9 @@ STEPS = st.lists(
 
 
 def spec_of(optimizer: RowOptimizer, init: float = 0.5) -> TableSpec:
-    return TableSpec(name="t", dim=DIM, seed=77, optimizer=optimizer, init=RowInit(kind="uniform", scale=init))
+    return TableSpec(
+        name="t", dim=DIM, seed=77, optimizer=optimizer, init=RowInit(kind="uniform", scale=init)
+    )
 
 
 def values_of(table: Table | ShardedTable, ids: np.ndarray = EVERY) -> np.ndarray:
@@ -189,7 +195,9 @@ def stored(folder: Any, table: Table, *, states: bool) -> StartTable:
     order = np.argsort(ids := np.concatenate([each.ids for each in rows]))
     content = np.concatenate([each.content for each in rows])[order]
     state = {"state": content[:, DIM:].copy(), "updates": table.updates} if states else {}
-    write_tables([StoredTable(table.spec, table.version, ids[order], content[:, :DIM].copy(), **state)], str(folder))
+    write_tables(
+        [StoredTable(table.spec, table.version, ids[order], content[:, :DIM].copy(), **state)], str(folder)
+    )
     return fit_tables([table.spec], str(folder / "model.safetensors"), states=states).tables[0]
 
 
@@ -202,7 +210,9 @@ def stored(folder: Any, table: Table, *, states: bool) -> StartTable:
         (Ftrl(lr=0.1, l1=0.1), True),
     ],
 )
-def test_ftrl_rows_that_a_job_starts_with_keep_their_values(tmp_path, now: RowOptimizer, states: bool) -> None:
+def test_ftrl_rows_that_a_job_starts_with_keep_their_values(
+    tmp_path, now: RowOptimizer, states: bool
+) -> None:
     """Also at another rate than their sums were made with. A gradient of 0 leaves them as they are."""
     rng, before = np.random.default_rng(5), Table(spec_of(Ftrl(lr=0.1, l1=0.1)), SLOTS)
     for _ in range(5):
@@ -226,7 +236,10 @@ def test_a_square_too_small_for_a_number_of_ftrl_leaves_its_row() -> None:
     [
         (lambda: Ftrl(lr=0.0), "ftrl divides by its learning rate, and lr is 0.0: give one above 0"),
         (lambda: Ftrl(lr=1e-40), "ftrl divides by its learning rate, and lr is 1e-40"),
-        (lambda: Adam(eps=0.0), "adam divides by eps where a gradient is 0, and eps is 0.0: give one above 0"),
+        (
+            lambda: Adam(eps=0.0),
+            "adam divides by eps where a gradient is 0, and eps is 0.0: give one above 0",
+        ),
         (
             lambda: Adagrad(lr=0.1, eps=0.0),
             "adagrad divides by eps where a gradient is 0, and eps is 0.0: give one above 0, or an",

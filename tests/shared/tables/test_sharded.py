@@ -32,7 +32,9 @@ def all_rows(table: ShardedTable) -> RowsOfIds:
     return joined([table.read_slot(slot) for slot in table.slots()], table.width)
 
 
-def test_a_snapshot_has_rows_of_slots_that_leave_before_they_are_written_and_not_those_that_come_back() -> None:
+def test_a_snapshot_has_rows_of_slots_that_leave_before_they_are_written_and_not_those_that_come_back() -> (
+    None
+):
     table, slots = filled(), np.arange(3)
     expected = contents([table.read_slot(slot) for slot in table.slots()], table.width)
     snapshot, leaving = (

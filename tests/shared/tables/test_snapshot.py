@@ -1,4 +1,5 @@
-"""A snapshot that another thread reads while steps go on is the table as it was; so is what a checkpoint makes of it."""
+"""A snapshot that another thread reads while steps go on is the table as it was; so is what a checkpoint
+makes of it."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ class Reading:
         self.updates, self.width = table.updates, table.width
         self.snapshot = TableSnapshot(table, lock)
         counts = table.counts_by_slot()  # a group for each slot: so steps come in between
-        self._groups = [SlotGroup(slot, slot + 1, int(counts[slot])) for slot in np.flatnonzero(counts).tolist()]
+        self._groups = [
+            SlotGroup(slot, slot + 1, int(counts[slot])) for slot in np.flatnonzero(counts).tolist()
+        ]
         self._go, self._failed = threading.Semaphore(0), []
         self.parts: list[RowsOfIds] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -166,7 +169,11 @@ def test_kept_rows_come_slot_by_slot_in_the_order_of_their_steps() -> None:
     size, asked = kept.bytes, np.array([0, 2, 5])
     found, first = kept.take(asked), 0
     for slot, end in zip(asked, found.ends, strict=True):
-        assert found.ids[first:end].tolist() == [*ids[slots == slot], *ids[slots == slot], *ids[slots == slot]]
+        assert found.ids[first:end].tolist() == [
+            *ids[slots == slot],
+            *ids[slots == slot],
+            *ids[slots == slot],
+        ]
         own = found.content[found.places[first:end], 0]
         assert own.tolist() == sorted(own.tolist())
         first = int(end)
@@ -245,7 +252,9 @@ def test_ids_of_each_slot_are_sorted_as_numpy_sorts_them(sizes: list[tuple[int, 
     slots = [rng.integers(-high, high, size) for size, high in sizes]
     ids = np.concatenate([*slots, np.empty(0, np.int64)])
     words, ends = np.arange(len(ids)).astype(np.uint64), np.cumsum([0, *(size for size, _ in sizes)])[1:]
-    orders = [end - len(some) + np.argsort(some, kind="stable") for some, end in zip(slots, ends, strict=True)]
+    orders = [
+        end - len(some) + np.argsort(some, kind="stable") for some, end in zip(slots, ends, strict=True)
+    ]
     sort_slots(ids, words, ends)
     assert ids.tolist() == [number for some in slots for number in sorted(some.tolist())]
     assert words.tolist() == [place for order in orders for place in order.tolist()]

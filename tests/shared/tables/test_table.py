@@ -15,9 +15,12 @@ from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableS
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.table import Table, joined
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says it once, of its own optimizers
+# torch says it once, of its own optimizers
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 SLOTS = 8
-IDS = st.sampled_from([0, 1, -1, 2, 3, 5, 8, 13, 2**62, -(2**63), 2**63 - 1, 1 << 53, (1 << 53) + 1, *range(100, 140)])
+IDS = st.sampled_from(
+    [0, 1, -1, 2, 3, 5, 8, 13, 2**62, -(2**63), 2**63 - 1, 1 << 53, (1 << 53) + 1, *range(100, 140)]
+)
 EXACT = [
     RowOptimizer(kind="sgd", lr=0.1),
     RowOptimizer(kind="adagrad", lr=0.05, initial_accumulator_value=0.1),
@@ -92,7 +95,9 @@ def test_rows_come_and_go_as_the_settings_say(data: Any) -> None:
     for slot in range(SLOTS):
         table.sweep(slot)
     compare(table, oracle)
-    assert table.rows == sum(not oracle.is_expired(entry, table.version - 1) for entry in oracle.entries.values())
+    assert table.rows == sum(
+        not oracle.is_expired(entry, table.version - 1) for entry in oracle.entries.values()
+    )
 
 
 @settings(max_examples=15, deadline=None)

@@ -18,7 +18,9 @@ if __name__ == "__main__":
     parser.add_argument("--members", type=int, default=4)
     parser.add_argument("--steps", type=int, default=0, help="0: some more than the last fault's")
     parser.add_argument("--faults", default="", help="member:step:operation:phase:kind, with commas between")
-    parser.add_argument("--seed", type=int, nargs="*", default=[], help="draw faults instead, one run for each seed")
+    parser.add_argument(
+        "--seed", type=int, nargs="*", default=[], help="draw faults instead, one run for each seed"
+    )
     parser.add_argument("--count", type=int, default=10, help="faults for each seed")
     parser.add_argument("--reduction", default="native", choices=["native", "canonical"])
     given = parser.parse_args()
@@ -28,6 +30,8 @@ if __name__ == "__main__":
         say(f"{name}: {','.join(map(str, faults))}")
         say(
             asyncio.run(
-                Soak(given.members, steps, faults, {"REDUCTION": given.reduction}, whole=bool(given.seed)).run()
+                Soak(
+                    given.members, steps, faults, {"REDUCTION": given.reduction}, whole=bool(given.seed)
+                ).run()
             )
         )

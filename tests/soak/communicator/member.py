@@ -1,4 +1,5 @@
-"""One process of the soak: a loop as a user writes it, which does its faults to itself and notes every result.
+"""One process of the soak: a loop as a user writes it, which does its faults to itself and notes every
+result.
 
 python -m tests.soak.communicator.member NUMBER STEPS FAULTS RECORD
 """
@@ -34,7 +35,10 @@ class Member:
         self.record = record.open("a", buffering=1)
         self.state = {"values": [np.zeros(size) for size in SIZES], "step": 0}
         self.communicator = trireme.CollectiveCommunicator(
-            timeout_s=60, lease_ttl_s=2, observer=self.observe, reduction=os.environ.get("REDUCTION", "native")
+            timeout_s=60,
+            lease_ttl_s=2,
+            observer=self.observe,
+            reduction=os.environ.get("REDUCTION", "native"),
         )
 
     def note(self, **what) -> None:
@@ -105,7 +109,9 @@ class Member:
 
     def note_status(self, status: trireme.Status, value) -> None:
         if status == trireme.SUCCEEDED:
-            self.note(number=status.number, epoch=status.epoch, digest=digest(value), size=self.communicator.size)
+            self.note(
+                number=status.number, epoch=status.epoch, digest=digest(value), size=self.communicator.size
+            )
         else:
             self.note(failed=str(status.cause), reason=status.reason)
 

@@ -3,8 +3,8 @@
 python -m tests.soak.communicator --members 4 --faults "1:40:allreduce:during:kill,2:60:allreduce:before:stop"
 python -m tests.soak.communicator --seed 1 2 3 --count 20
 
-Whoever is killed is replaced. It fails if two members have different results of one operation, if two end with different values, if
-a process ends with an error, or if a recovery takes longer than its bound.
+Whoever is killed is replaced. It fails if two members have different results of one operation, if two end
+with different values, if a process ends with an error, or if a recovery takes longer than its bound.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ class Receipt:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        lines = [f"{self.operations} operations, {self.faults} faults, {self.seconds:.1f} s; FAILED: {self.failed}"]
+        lines = [
+            f"{self.operations} operations, {self.faults} faults, {self.seconds:.1f} s; FAILED: {self.failed}"
+        ]
         for kind, found in sorted(self.recoveries.items()):
             found.sort()
             lines.append(
-                f"  {kind:6} {len(found):4} times, next operation finished after {found[len(found) // 2]:.3f} s (median), "
+                f"  {kind:6} {len(found):4} times, next operation finished after "
+                f"{found[len(found) // 2]:.3f} s (median), "
                 f"{found[-1]:.3f} s (longest)"
             )
         return "\n".join(lines)
@@ -59,7 +62,8 @@ class Soak:
         *,
         whole: bool = False,
     ) -> None:
-        """`whole`: a fault waits until all members are there, so that the last one with the state is not killed."""
+        """`whole`: a fault waits until all members are there, so that the last one with the state is not
+        killed."""
         self.members, self.steps, self.faults = members, steps, faults
         self.environment = {"WHOLE": "yes" if whole else ""} | (environment or {})
         self.started: list[asyncio.subprocess.Process] = []
@@ -133,7 +137,10 @@ class Soak:
 
 def verified(folder: Path, members: int) -> Receipt:
     """Raises AssertionError."""
-    records = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))]
+    records = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(folder.glob("*.jsonl"))
+    ]
     ends = {entry["end"] for lines in records for entry in lines if "end" in entry}
     finished = sum("end" in lines[-1] for lines in records)
     assert finished == members, f"{finished} of {members} places came to the end"
@@ -144,8 +151,11 @@ def verified(folder: Path, members: int) -> Receipt:
         done = [entry for entry in lines if "number" in entry]
         for place, entry in enumerate(done):
             key = entry["number"], entry["epoch"]
-            assert results.setdefault(key, entry["digest"]) == entry["digest"], f"two results of operation {key}"
-            last = place + 1 == len(done) or done[place + 1]["number"] != entry["number"] + 1  # killed or evicted then
+            assert results.setdefault(key, entry["digest"]) == entry["digest"], (
+                f"two results of operation {key}"
+            )
+            # killed or evicted then
+            last = place + 1 == len(done) or done[place + 1]["number"] != entry["number"] + 1
             if not last or (place + 1 == len(done) and "end" in lines[-1]):
                 by_number.setdefault(entry["number"], set()).add(entry["epoch"])
     torn = {number: epochs for number, epochs in by_number.items() if len(epochs) > 1}
@@ -163,7 +173,8 @@ def verified(folder: Path, members: int) -> Receipt:
 
 
 def _recovery(fault: dict, records: list[list[dict]]) -> float:
-    """Until the last of those who were there and came to the next operation had finished it: in a new epoch, if the fault ends one."""
+    """Until the last of those who were there and came to the next operation had finished it: in a new epoch,
+    if the fault ends one."""
     ends_epoch = fault["fault"].rpartition(":")[2] in ("kill", "stop", "cut")
     found = []
     for lines in records:

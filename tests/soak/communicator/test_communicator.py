@@ -1,4 +1,5 @@
-"""Communicators in real processes under faults at random places; the example's loop; 200 groups one after the other."""
+"""Communicators in real processes under faults at random places; the example's loop; 200 groups one after the
+other."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ async def test_a_member_that_dies_while_others_recover():
 
 def accuracies(*arguments: str) -> list[float]:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(EXAMPLE), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return [float(found) for found in re.findall(r"accuracy (\S+) after", done.stdout)]

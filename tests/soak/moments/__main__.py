@@ -3,8 +3,9 @@
     python -m tests.soak.moments --faults "1:20:pull:during:kill,2:40:push:before:stop"
     python -m tests.soak.moments --seed 1 2 3 --count 12 [--workload charlm] [--transport tcp]
 
-A fault is member:step:operation:phase:kind. Operations: form, push, pull, step, give, join. Phases: before, during, after. Kinds: kill, stop, cut, delay,
-size (only push:before), lost (etcd is killed). It happens at the first such moment in that step or a later one.
+A fault is member:step:operation:phase:kind. Operations: form, push, pull, step, give, join. Phases: before,
+during, after. Kinds: kill, stop, cut, delay, size (only push:before), lost (etcd is killed). It happens at
+the first such moment in that step or a later one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ from trireme_shared.protocol.errors import TriremeError
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.soak.moments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.soak.moments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--faults", default="", help="with commas between")
-    parser.add_argument("--seed", type=int, nargs="*", default=[], help="draw faults instead, one run for each seed")
+    parser.add_argument(
+        "--seed", type=int, nargs="*", default=[], help="draw faults instead, one run for each seed"
+    )
     parser.add_argument("--count", type=int, default=12, help="faults for each seed")
     parser.add_argument("--workload", choices=list(WORKLOADS), default="digits")
     parser.add_argument("--transport", default="auto", help="TRIREME_TRANSPORT")
@@ -44,7 +49,10 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     telemetry.configure(level="ERROR", json=False)
-    workload, folder = WORKLOADS[given.workload], given.folder or Path(tempfile.mkdtemp(prefix="trireme-moments-"))
+    workload, folder = (
+        WORKLOADS[given.workload],
+        given.folder or Path(tempfile.mkdtemp(prefix="trireme-moments-")),
+    )
     epochs = max(epochs_for(faults, workload) for faults in schedules.values())
     left_alone = asyncio.run(undisturbed(folder / "undisturbed", epochs, workload=workload))
     failed = 0
@@ -62,7 +70,8 @@ def main() -> int:
         else:
             taken = time.monotonic() - began
             say(
-                f"{name}: {len(faults)} faults in {taken:.0f} s; every bit is the undisturbed run's, each record counted once an epoch"
+                f"{name}: {len(faults)} faults in {taken:.0f} s; every bit is the undisturbed "
+                "run's, each record counted once an epoch"
             )
     if failed or given.folder:
         say(f"what the runs left is in {folder}")

@@ -1,7 +1,8 @@
-"""Faults at exact moments of a trainer of a collective job, which it does to itself. Loaded by the soak's scripts where MOMENTS says which.
+"""Faults at exact moments of a trainer of a collective job, which it does to itself. Loaded by the soak's
+scripts where MOMENTS says which.
 
-MOMENTS: the schedule. MARKS: a folder; a fault that is done is a file there, so that a trainer's replacement does not do it again; whoever runs the
-soak wakes who is stopped, and kills etcd.
+MOMENTS: the schedule. MARKS: a folder; a fault that is done is a file there, so that a trainer's replacement
+does not do it again; whoever runs the soak wakes who is stopped, and kills etcd.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def _wrap(moments: Moments) -> None:
     _after(Outbox, "add", lambda *_: reach("push", "during"))
     _around(StateGiver, "_in_turn", "give", reach, lambda *_: None)
     _after(StateGiver, "_portion", lambda *_: reach("give", "during"))
-    _before(CatchingUp, "_fetch_all", lambda self: reach("join", "before", self.version))  # it knows no step earlier
+    # it knows no step earlier
+    _before(CatchingUp, "_fetch_all", lambda self: reach("join", "before", self.version))
     _after_all(CatchingUp, "run", lambda: reach("join", "after"))
     _after(CatchingUp, "_take", lambda self, *_: reach("join", "during", self.version))
 
@@ -138,7 +140,9 @@ class _CutShort:
         return block, payload
 
 
-def _around(kind: type, name: str, operation: str, reach: Callable[..., None], step: Callable[..., int | None]) -> None:
+def _around(
+    kind: type, name: str, operation: str, reach: Callable[..., None], step: Callable[..., int | None]
+) -> None:
     """A coroutine's begin and end."""
     work = getattr(kind, name)
 

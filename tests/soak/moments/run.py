@@ -1,4 +1,5 @@
-"""A collective job whose trainers do to themselves what a schedule says, at exact moments; it must end with the bits of an undisturbed one."""
+"""A collective job whose trainers do to themselves what a schedule says, at exact moments; it must end with
+the bits of an undisturbed one."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ WEIGHTS = (8, 1, 4, 2, 3, 1)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind`: kill SIGKILL; stop SIGSTOP until after the lease; cut all connections to other members; delay half a second; size: the
-    member gives a tensor of another size; lost: etcd is killed, and started again.
+    """`kind`: kill SIGKILL; stop SIGSTOP until after the lease; cut all connections to other members; delay
+    half a second; size: the member gives a tensor of another size; lost: etcd is killed, and started again.
 
-    `operation` of a job: form: the trainers of a generation say what they have; push, pull: of gradients; step: the own optimizer; give: a
-    trainer gives its parameters to another one; join: it gets them."""
+    `operation` of a job: form: the trainers of a generation say what they have; push, pull: of gradients;
+    step: the own optimizer; give: a trainer gives its parameters to another one; join: it gets them."""
 
     member: int
     step: int
@@ -37,7 +37,9 @@ class Fault:
     def of(cls, text: str, operations: Sequence[str] = OPERATIONS) -> Fault:
         parts = text.split(":")
         if len(parts) != 5:
-            raise ValueError(f"{text!r} is not member:step:operation:phase:kind, as 1:40:{operations[0]}:during:kill")
+            raise ValueError(
+                f"{text!r} is not member:step:operation:phase:kind, as 1:40:{operations[0]}:during:kill"
+            )
         member, step, operation, phase, kind = parts
         for value, known in ((operation, operations), (phase, PHASES), (kind, KINDS)):
             if value not in known:
@@ -59,7 +61,9 @@ def drawn(seed: int, members: int, faults: int, apart: int = 12) -> list[Fault]:
         kind = chance.choices(KINDS, weights=WEIGHTS)[0]
         member = chance.choice(alive)
         phase = "before" if kind == "size" else chance.choice(PHASES)
-        found.append(Fault(member, 10 + place * apart + chance.randrange(apart // 2), "allreduce", phase, kind))
+        found.append(
+            Fault(member, 10 + place * apart + chance.randrange(apart // 2), "allreduce", phase, kind)
+        )
         if kind == "kill":
             alive.remove(member)
             alive.append(next_number)
@@ -68,7 +72,8 @@ def drawn(seed: int, members: int, faults: int, apart: int = 12) -> list[Fault]:
 
 
 def drawn_of_jobs(seed: int, members: int, faults: int, apart: int = 8) -> list[Fault]:
-    """Of trainers. Whoever is killed is replaced by one of the same number. Kills come first, so that there is somebody who joins."""
+    """Of trainers. Whoever is killed is replaced by one of the same number. Kills come first, so that there
+    is somebody who joins."""
     chance = random.Random(seed)
     found = []
     for place in range(faults):

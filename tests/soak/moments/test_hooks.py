@@ -1,4 +1,5 @@
-"""The faults at moments of collective jobs find what they are hung on: else a trainer with one would end before it begins."""
+"""The faults at moments of collective jobs find what they are hung on: else a trainer with one would end
+before it begins."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_a_trainer_with_a_fault_begins(tmp_path: Path, monkeypatch: pytest.Monke
     before = {kind: dict(vars(kind)) for kind in HUNG_ON}
     try:
         hooks.install()
-        changed = [(kind, name) for kind, own in before.items() for name in own if vars(kind)[name] is not own[name]]
+        changed = [
+            (kind, name) for kind, own in before.items() for name in own if vars(kind)[name] is not own[name]
+        ]
     finally:
         for kind, own in before.items():
             for name, value in own.items():

@@ -1,4 +1,5 @@
-"""Trainers of a collective job break at exact moments, one of each operation and kind, then some that are drawn."""
+"""Trainers of a collective job break at exact moments, one of each operation and kind, then some that are
+drawn."""
 
 from __future__ import annotations
 
@@ -20,5 +21,7 @@ EACH = (
 )
 def test_faults_at_exact_moments_change_no_bit(options):
     command = [sys.executable, "-m", "tests.soak.moments", *options]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], text=True, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[3], text=True, stdout=subprocess.PIPE, check=False
+    )
     assert done.returncode == 0, done.stdout

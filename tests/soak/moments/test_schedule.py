@@ -9,20 +9,26 @@ from tests.soak.moments.schedule import KINDS, OF_JOBS, PHASES, Fault, drawn, dr
 
 def test_a_schedule_is_read_as_it_is_written():
     text = "1:40:allreduce:during:kill,2:60:broadcast:before:stop"
-    assert parse(text) == [Fault(1, 40, "allreduce", "during", "kill"), Fault(2, 60, "broadcast", "before", "stop")]
+    assert parse(text) == [
+        Fault(1, 40, "allreduce", "during", "kill"),
+        Fault(2, 60, "broadcast", "before", "stop"),
+    ]
     assert ",".join(map(str, parse(text))) == text
     assert parse("") == []
 
 
 @pytest.mark.parametrize(
-    "text", ["1:40:allreduce:kill", "1:40:reduce:during:kill", "1:40:allreduce:in:kill", "a:4:barrier:after:cut"]
+    "text",
+    ["1:40:allreduce:kill", "1:40:reduce:during:kill", "1:40:allreduce:in:kill", "a:4:barrier:after:cut"],
 )
 def test_what_is_no_schedule_is_refused(text):
     with pytest.raises(ValueError, match=r"."):
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["1:40:allreduce:during:kill", "1:40:pull:before:size", "1:40:push:after:size"])
+@pytest.mark.parametrize(
+    "text", ["1:40:allreduce:during:kill", "1:40:pull:before:size", "1:40:push:after:size"]
+)
 def test_what_is_no_schedule_of_a_job_is_refused(text):
     with pytest.raises(ValueError, match=r"form, push|wrong size"):
         parse(text, OF_JOBS)

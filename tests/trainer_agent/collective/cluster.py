@@ -1,4 +1,5 @@
-"""A whole collective job in one event loop, as tests/trainer_agent/cluster.py: the trainers exchange gradients among themselves."""
+"""A whole collective job in one event loop, as tests/trainer_agent/cluster.py: the trainers exchange
+gradients among themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from trireme_shared.serving.core.calls import OpenPull, OpenPush
 
 
 class HeldShare(ShareServer):
-    """Takes pushes of the steps up to the cluster's `last_step`, and gives versions up to its `last_given`."""
+    """Takes pushes of the steps up to the cluster's `last_step`, and gives versions up to its
+    `last_given`."""
 
     def __init__(self, cluster: CollectiveCluster, name: str) -> None:
         super().__init__(cluster.spec.job, name)
@@ -77,8 +79,10 @@ class DirectDonor:
 
 
 class CollectiveCluster(TorchCluster):
-    """`shares`: what each trainer serves. `portion_s`: how long a portion of state is on its way; `given`: blocks, by donor. `last_step`: no step after
-    it is made, so that the job does not end before what the test waits for. `last_given`: others get no version after it. `storages`: by trainer, what comes before its work on the storage."""
+    """`shares`: what each trainer serves. `portion_s`: how long a portion of state is on its way; `given`:
+    blocks, by donor. `last_step`: no step after it is made, so that the job does not end before what the test
+    waits for. `last_given`: others get no version after it. `storages`: by trainer, what comes before its
+    work on the storage."""
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)

@@ -48,7 +48,8 @@ def layerwise() -> TinyCompute:
 
 
 def gradients(compute: TinyCompute, step: int) -> dict[int, torch.Tensor | None]:
-    """Some blocks have none, in some steps; of parameters, where the rule needs them whole, all blocks have none then."""
+    """Some blocks have none, in some steps; of parameters, where the rule needs them whole, all blocks have
+    none then."""
     if compute.layout.optimizer.name == "LAMB" and step % 5 == 4:
         return dict.fromkeys(block.number for block in compute.layout.blocks())
     generator = torch.Generator().manual_seed(step)
@@ -179,6 +180,9 @@ class Job:
             assert self.replica.digest() == undisturbed.replica.digest()
             version = undisturbed.replica.version
             assert version is not None
-            for replica, compute in ((self.replica, self.compute), (undisturbed.replica, undisturbed.compute)):
+            for replica, compute in (
+                (self.replica, self.compute),
+                (undisturbed.replica, undisturbed.compute),
+            ):
                 replica.step(gradients(compute, version), record(version + 1))
                 replica.swap()

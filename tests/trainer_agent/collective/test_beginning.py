@@ -28,12 +28,16 @@ class Away:
 
 
 async def test_a_checkpoint_that_was_loaded_meanwhile_is_kept():
-    """Etcd was not reached while others began the job, trained and died. When it is, the job goes back to a checkpoint, which is loaded at once: before it is
-    looked again for the first values."""
+    """Etcd was not reached while others began the job, trained and died. When it is, the job goes back to a
+    checkpoint, which is loaded at once: before it is looked again for the first values."""
     compute, replica = begun()
     etcd: Any = Away()
     directory = Directory(etcd, Keys("job"))
-    given: dict[str, Any] = {"dataset": {"kind": "text_lines", "urls": ("-",)}, "strategy": "collective", "pservers": 0}
+    given: dict[str, Any] = {
+        "dataset": {"kind": "text_lines", "urls": ("-",)},
+        "strategy": "collective",
+        "pservers": 0,
+    }
     spec = JobSpec(job="job", script="s.py", storage="s", lanes=1, **given)
     membership: Any = SimpleNamespace(record=SimpleNamespace(trainer="late"), lease_id=1)
     collective: Any = SimpleNamespace(replica=replica)

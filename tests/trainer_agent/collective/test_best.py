@@ -23,7 +23,9 @@ EVALUATE = """
 
 
 def spec_of(tmp_path: Any) -> JobSpec:
-    script = write_script(tmp_path, evaluate=EVALUATE, evaluation="def evaluation_dataset(): return dataset()")
+    script = write_script(
+        tmp_path, evaluate=EVALUATE, evaluation="def evaluation_dataset(): return dataset()"
+    )
     data = Npy(f"{tmp_path}/x.npy", f"{tmp_path}/y.npy", aligned=True)
     common: dict[str, Any] = {"lanes": 1, "global_batch_size": 12, "records_per_task": 12, "epochs": 6}
     return spec_for(
@@ -49,7 +51,9 @@ async def test_who_comes_after_the_best_parameters_were_exported_gets_the_last_o
         numbers = tuple(block.number for block in layout.blocks())
         found: dict[int, bytes] = {}
         while missing := tuple(number for number in numbers if number not in found):
-            request = StateRequest(job=made.spec.job, term=0, generation=0, timeline=state.timeline, blocks=missing)
+            request = StateRequest(
+                job=made.spec.job, term=0, generation=0, timeline=state.timeline, blocks=missing
+            )
             portion = await giver.give(request)
             found |= {part.block: bytes(payload) for part, payload in portion.parts if not part.name}
         given = b"".join(found[number] for number in numbers)

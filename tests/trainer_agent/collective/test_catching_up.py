@@ -114,7 +114,8 @@ def test_a_damaged_block_is_fetched_again(checked):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_whole_parameters_come_at_one_version_and_are_stepped_whole(together):
-    """A donor gives one block at a time here. Without `together` the blocks of a parameter would never be of one version."""
+    """A donor gives one block at a time here. Without `together` the blocks of a parameter would never be of
+    one version."""
 
     async def scenario() -> Job:
         job = Job(make=layerwise)
@@ -222,7 +223,9 @@ async def test_over_http_the_same_comes_and_errors_are_those_of_the_giver():
     app = make_app(Pserver("j", "a"))
     giving.add_route(app, lambda: member.giver)
     async with served(app, "127.0.0.1", 0) as bound:
-        there = PserverMember(index=-1, url=f"http://127.0.0.1:{bound.port}", incarnation="a", host="h", pid=1)
+        there = PserverMember(
+            index=-1, url=f"http://127.0.0.1:{bound.port}", incarnation="a", host="h", pid=1
+        )
         donor = HttpDonor(there)
         with replaced(giving, "PORTION_BYTES", 1 << 20):
             request = StateRequest(**ENVELOPE, timeline=0, blocks=tuple(range(7)))

@@ -1,4 +1,5 @@
-"""A trainer copies its share of a version for a generation only once it is known that all of its members have the same version."""
+"""A trainer copies its share of a version for a generation only once it is known that all of its members have
+the same version."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ async def test_nothing_is_copied_for_a_group_that_is_not_formed():
 
 
 async def test_who_gets_lanes_and_is_behind_copies_its_share_of_the_versions_on_the_way():
-    """One of them may be evaluated, and the others may be at it still: its checkpoint would lack this trainer's share."""
+    """One of them may be evaluated, and the others may be at it still: its checkpoint would lack this
+    trainer's share."""
     copied: list[int] = []
 
     class Replica:

@@ -46,7 +46,8 @@ class Asked:
 
 
 class Waiting:
-    """The versions, and the mean gradients, of a trainer whose group is never formed, since it serves nothing yet."""
+    """The versions, and the mean gradients, of a trainer whose group is never formed, since it serves nothing
+    yet."""
 
     lost, has = "", -1
 
@@ -161,7 +162,8 @@ async def test_a_spare_that_cannot_follow_forgets_what_it_has_unless_that_is_in_
 
 
 async def test_nothing_is_fetched_while_the_checkpoint_is_being_loaded():
-    """The others went on from it, since it is read more slowly here. Both would begin the versions behind it anew."""
+    """The others went on from it, since it is read more slowly here. Both would begin the versions behind it
+    anew."""
     compute, replica = begun()
     replica.forget()
     versions, etcd = Waiting(replica), Asked()
@@ -214,7 +216,9 @@ async def test_what_was_fetched_is_not_handed_over_if_there_is_another_version_m
         await versions.in_use.acquire()
 
     monkeypatch.setattr(following_module, "CatchingUp", lambda *_: Attempt(handed, hold))
-    own: Any = SimpleNamespace(record=SimpleNamespace(trainer="late"), set=lambda **fields: said.append(fields))
+    own: Any = SimpleNamespace(
+        record=SimpleNamespace(trainer="late"), set=lambda **fields: said.append(fields)
+    )
     copies: Any = SimpleNamespace(ends_unsaved=False)
     made: Any = lambda member: Frozen(member, [])  # noqa: E731
     following = asyncio.ensure_future(Following(etcd, directory, own, compute, versions, copies, made).run())

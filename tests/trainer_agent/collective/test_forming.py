@@ -1,4 +1,5 @@
-"""A trainer that gets the newest version of its group while the next generation comes leaves the group; it must not ask again and again."""
+"""A trainer that gets the newest version of its group while the next generation comes leaves the group; it
+must not ask again and again."""
 
 from __future__ import annotations
 

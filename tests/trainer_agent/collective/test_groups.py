@@ -12,9 +12,12 @@ NAMES = ("a", "b", "c")
 
 
 def said(place: int, version: int, *, kept: int | None = None, records: str = "x") -> PserverInfo:
-    """`records`: those of the last versions. `kept`: the first version whose means it can give; None: that before its own."""
+    """`records`: those of the last versions. `kept`: the first version whose means it can give; None: that
+    before its own."""
     first = max(1, version - 1) if kept is None else kept
-    made_of = tuple((each, f"{records}{each}") for each in range(max(0, min(first - 1, version - 2)), version + 1))
+    made_of = tuple(
+        (each, f"{records}{each}") for each in range(max(0, min(first - 1, version - 2)), version + 1)
+    )
     common = {"job": "j", "incarnation": "i", "generation": 7, "ready": True}
     return PserverInfo(**common, index=place, lowest=version, highest=version, kept=first, made_of=made_of)
 

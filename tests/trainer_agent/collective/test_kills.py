@@ -29,7 +29,8 @@ COMMON = {
 def script(tmp_path):
     return write_script(
         tmp_path,
-        scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 9], 0.5)\n",
+        scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, "
+        "9], 0.5)\n",
     )
 
 
@@ -45,7 +46,9 @@ async def test_trainers_that_are_killed_one_after_the_other_do_not_show_in_the_b
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.002, 0.005])
-async def test_one_that_is_killed_in_the_middle_of_a_step_does_not_show_in_the_bits(tmp_path, script, pause_s):
+async def test_one_that_is_killed_in_the_middle_of_a_step_does_not_show_in_the_bits(
+    tmp_path, script, pause_s
+):
     undisturbed = await trained(spec_for(script, **COMMON, storage=str(tmp_path / "a")), 2)
     async with cluster(spec_for(script, **COMMON, storage=str(tmp_path / "b")), 2) as made:
         await made.version(4)
@@ -56,7 +59,8 @@ async def test_one_that_is_killed_in_the_middle_of_a_step_does_not_show_in_the_b
 
 
 async def test_a_trainer_whose_version_is_lost_while_its_loop_pulls_joins_anew(tmp_path, script, monkeypatch):
-    """The master makes one more generation at once, which nobody may form before what this trainer had is forgotten; and its loop uses that."""
+    """The master makes one more generation at once, which nobody may form before what this trainer had is
+    forgotten; and its loop uses that."""
     undisturbed = await trained(spec_for(script, **COMMON, storage=str(tmp_path / "a")), 1)
     lost: list[int] = []
     form = MeanGradients.form

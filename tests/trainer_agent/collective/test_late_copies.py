@@ -1,4 +1,5 @@
-"""A trainer that reaches a version later than the others, and in another generation: the checkpoint gets whole all the same."""
+"""A trainer that reaches a version later than the others, and in another generation: the checkpoint gets
+whole all the same."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.trainer_agent.collective.test_saving import Job, gradients, made, sce
 
 
 async def reached_late(job: Job, since: int | None) -> int | None:
-    """All but c copy version 2 in generation 1 and go on; c, which had its mean gradients by then, reaches it in generation 2."""
+    """All but c copy version 2 in generation 1 and go on; c, which had its mean gradients by then, reaches it
+    in generation 2."""
     await job.step()
     for name, node in job.nodes.items():
         assert node.replica.record is not None

@@ -22,7 +22,9 @@ from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Exchange, JobSpec, JobState, Phase, Strategy, TrainerList
 
 
-def alone(clip_grad_norm: float | None = None, step_in: Any = None) -> tuple[CollectiveGroup, Directory, GroupView]:
+def alone(
+    clip_grad_norm: float | None = None, step_in: Any = None
+) -> tuple[CollectiveGroup, Directory, GroupView]:
     """A trainer that reaches nobody."""
     nobody: Any = None
     made: Any = compute()
@@ -42,7 +44,8 @@ def alone(clip_grad_norm: float | None = None, step_in: Any = None) -> tuple[Col
 async def test_a_checkpoint_that_is_loaded_before_the_lost_version_is_forgotten_stays(
     loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's own loop uses the parameters. Whoever loads the checkpoint waits for it, and so does the one who then forgets what was lost."""
+    """The trainer's own loop uses the parameters. Whoever loads the checkpoint waits for it, and so does the
+    one who then forgets what was lost."""
     forming = asyncio.Event()
 
     async def form(_: MeanGradients, __: Group) -> None:
@@ -92,7 +95,9 @@ async def test_a_step_that_nobody_waits_for_any_more_has_its_norm() -> None:
     collective.start()
     store = collective.means.store
     assert store is not None
-    kept = {number: block.kept[0].retain() if block.is_buffer else None for number, block in store.blocks.items()}
+    kept = {
+        number: block.kept[0].retain() if block.is_buffer else None for number, block in store.blocks.items()
+    }
     store.complete(1, kept, record(1))
     pulling = asyncio.ensure_future(collective.pull(1))
     async with asyncio.timeout(5):

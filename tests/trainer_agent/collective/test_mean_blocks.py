@@ -1,4 +1,5 @@
-"""A trainer knows when its own share of a version is made, whatever order blocks come in and however often the generation changes."""
+"""A trainer knows when its own share of a version is made, whatever order blocks come in and however often
+the generation changes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def record(version: int) -> StepRecord:
 
 
 def begun(own: set[int], pool: BufferPool | None = None) -> MeanStore:
-    made = MeanStore(JOB, LAYOUT, LANES, record(0), lambda number: bytes_of(torch.zeros(BLOCKS[number])), pool)
+    made = MeanStore(
+        JOB, LAYOUT, LANES, record(0), lambda number: bytes_of(torch.zeros(BLOCKS[number])), pool
+    )
     made.regroup(SLOTS, own)
     return made
 
@@ -64,7 +67,8 @@ def from_others(store: MeanStore, numbers: set[int]) -> dict[int, Buffer | None]
 def without_data(store: MeanStore, block: int) -> None:
     item = PushBlock(block=block, lanes=(0, LANES), count=0, result=NodeResult())
     assert (
-        store.apply(store.admit(push_header(store.has, lanes=range(LANES))), item, memoryview(b"")) is Verdict.APPLIED
+        store.apply(store.admit(push_header(store.has, lanes=range(LANES))), item, memoryview(b""))
+        is Verdict.APPLIED
     )
 
 
@@ -94,7 +98,8 @@ def test_buffers_that_a_step_has_brought_are_those():
 
 
 def test_memory_of_the_first_values_that_a_later_version_has_got_stays_that_version_s():
-    """It goes back to the pool with the first version. Values of a version before the newest one become known then."""
+    """It goes back to the pool with the first version. Values of a version before the newest one become known
+    then."""
     store, buffer = begun(set()), max(BLOCKS)
     first = store.blocks[buffer].current
     with replaced(mean_blocks, "KEPT_BYTES", 0):
@@ -103,13 +108,17 @@ def test_memory_of_the_first_values_that_a_later_version_has_got_stays_that_vers
             while first.references == 0:
                 brought = store.pool.take("float32", BLOCKS[buffer])
             brought.tensor.fill_(float(version))
-            store.complete(version, {**from_others(store, BLOCKS.keys() - {buffer}), buffer: brought}, record(version))
+            store.complete(
+                version, {**from_others(store, BLOCKS.keys() - {buffer}), buffer: brought}, record(version)
+            )
             if brought is first:
                 break
             store.in_use = version
             store.forget()
     assert brought is first
-    store.know_buffers(version - 1, lambda number: bytes_of(torch.full((BLOCKS[number],), float(version - 1))))
+    store.know_buffers(
+        version - 1, lambda number: bytes_of(torch.full((BLOCKS[number],), float(version - 1)))
+    )
     assert brought.tensor.tolist() == [float(version)] * BLOCKS[buffer]
 
 
@@ -118,17 +127,23 @@ def test_it_says_so_after_the_last_block_and_not_before(seed):
     chance = random.Random(seed)
     store, versions = begun(set(chance.sample(sorted(BLOCKS), 4))), 0
     for _ in range(40):
-        pushes = [(block, lane) for block in store.own for lane in range(LANES)] * 2  # each of them comes twice
+        # each of them comes twice
+        pushes = [(block, lane) for block in store.own for lane in range(LANES)] * 2
         chance.shuffle(pushes)
         for block, lane in pushes[: chance.choice([len(pushes), 5])]:
             assert push(store, block, lane, store.has) in (Verdict.APPLIED, Verdict.DUPLICATE)
             assert agrees(store)
         if is_made(store, store.has + 1) and chance.random() < 0.8:
-            if store.own and chance.random() < 0.3:  # a trainer that has the version already begins the next step
+            # a trainer that has the version already begins the next step
+            if store.own and chance.random() < 0.3:
                 ahead = chance.choice(sorted(store.own))
-                assert [push(store, ahead, lane, store.has + 1) for lane in range(LANES)] == [Verdict.APPLIED] * LANES
+                assert [push(store, ahead, lane, store.has + 1) for lane in range(LANES)] == [
+                    Verdict.APPLIED
+                ] * LANES
                 assert agrees(store)
-            store.complete(store.has + 1, from_others(store, BLOCKS.keys() - store.own), record(store.has + 1))
+            store.complete(
+                store.has + 1, from_others(store, BLOCKS.keys() - store.own), record(store.has + 1)
+            )
             versions += 1
         elif chance.random() < 0.2:  # another trainer has made it, and gives everything
             store.regroup(SLOTS, store.own)
@@ -208,7 +223,8 @@ def test_a_new_generation_makes_only_those_versions_again_that_it_does_not_have(
 
 
 def test_what_is_dropped_leaves_no_shared_memory_behind():
-    """Each time that a trainer gets its parameters anew, as after a roll-back. The interpreter's collector may look much later."""
+    """Each time that a trainer gets its parameters anew, as after a roll-back. The interpreter's collector
+    may look much later."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
-"""A collective job waits while fewer than min_members trainers have the parameters; who comes then does not begin it anew."""
+"""A collective job waits while fewer than min_members trainers have the parameters; who comes then does not
+begin it anew."""
 
 from __future__ import annotations
 
@@ -41,5 +42,7 @@ async def test_no_step_is_made_by_too_few_and_a_new_trainer_does_not_offer_the_f
                 said = TrainerMember.model_validate_json(found.value).holds
                 assert said is None or said.version > 0, "it says that it has what the job began with"
             await asyncio.sleep(WAITS_S / 10)
-        assert made.shares["trainer-0-x"].store.has - version <= 1 or made.directory.state.phase is Phase.RUNNING
+        assert (
+            made.shares["trainer-0-x"].store.has - version <= 1 or made.directory.state.phase is Phase.RUNNING
+        )
         assert made.running["trainer-0-x"].done() is False

@@ -42,7 +42,8 @@ def exchange_of(made: CollectiveCluster, name: str) -> NativeExchange:
 
 
 async def test_canonical_reduction_gives_the_bits_of_direct_exchange_whoever_trains(tmp_path):
-    """Three trainers of four lanes, so one has more nodes than the others; a model with buffers; a step without data in most lanes at the end."""
+    """Three trainers of four lanes, so one has more nodes than the others; a model with buffers; a step
+    without data in most lanes at the end."""
     script = write_script(tmp_path)
     direct = await trained(spec_for(script, **COLLECTIVE, storage=str(tmp_path / "a")), 1)
     native = await trained(spec_for(script, **NATIVE, storage=str(tmp_path / "b")), 3)
@@ -80,7 +81,9 @@ async def test_fast_reduction_gives_all_trainers_the_same_bits_and_nearly_those_
 @pytest.mark.soak
 async def test_trainers_that_die_and_come_do_not_show_in_the_bits(tmp_path):
     script = write_script(tmp_path)
-    undisturbed = await trained(spec_for(script, **COLLECTIVE | {"epochs": 6}, storage=str(tmp_path / "a")), 1)
+    undisturbed = await trained(
+        spec_for(script, **COLLECTIVE | {"epochs": 6}, storage=str(tmp_path / "a")), 1
+    )
     async with cluster(spec_for(script, **NATIVE | {"epochs": 6}, storage=str(tmp_path / "b")), 3) as made:
         await made.version(3)
         await made.kill("trainer-0-x")
@@ -112,8 +115,11 @@ async def test_a_group_that_breaks_without_a_death_is_built_again_in_the_same_ge
 
 
 @pytest.mark.parametrize("ablated", [False, True])
-async def test_an_operation_that_does_not_end_is_given_up_after_what_steps_take_here(tmp_path, monkeypatch, ablated):
-    """One trainer is in no operation of a step, as if it did not reach the others; it lives, so nobody is left out. Ablated: the limit of the first step."""
+async def test_an_operation_that_does_not_end_is_given_up_after_what_steps_take_here(
+    tmp_path, monkeypatch, ablated
+):
+    """One trainer is in no operation of a step, as if it did not reach the others; it lives, so nobody is
+    left out. Ablated: the limit of the first step."""
     monkeypatch.setattr(link_module, "FLOOR_S", 0.5)
     if ablated:
         monkeypatch.setattr(OperationLimit, "took", lambda *_: None)
@@ -127,8 +133,12 @@ async def test_an_operation_that_does_not_end_is_given_up_after_what_steps_take_
         return await made_by(self, link, given, store, server)
 
     monkeypatch.setattr(StepMaker, "made", made)
-    undisturbed = await trained(spec_for(script, **COLLECTIVE | {"epochs": 3}, storage=str(tmp_path / "a")), 1)
-    async with cluster(spec_for(script, **NATIVE | {"epochs": 3}, storage=str(tmp_path / "b")), 3) as cluster_made:
+    undisturbed = await trained(
+        spec_for(script, **COLLECTIVE | {"epochs": 3}, storage=str(tmp_path / "a")), 1
+    )
+    async with cluster(
+        spec_for(script, **NATIVE | {"epochs": 3}, storage=str(tmp_path / "b")), 3
+    ) as cluster_made:
         await cluster_made.version(5)
         if ablated:
             with pytest.raises(TimeoutError):
@@ -164,7 +174,9 @@ async def nobody_waits(self: StepMaker, link: Link, made: Made) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("ablated", [False, True])
 @pytest.mark.parametrize("dies", ["when it has it", "when it has received it"])
-async def test_with_the_fast_reduction_no_version_is_used_with_two_kinds_of_bits(tmp_path, monkeypatch, ablated, dies):
+async def test_with_the_fast_reduction_no_version_is_used_with_two_kinds_of_bits(
+    tmp_path, monkeypatch, ablated, dies
+):
     """At version 4 the last operation of the group ends well in one trainer alone, which then dies."""
     if ablated and dies != "when it has it":
         pytest.skip("the same as the other one")

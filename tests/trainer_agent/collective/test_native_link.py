@@ -1,4 +1,5 @@
-"""The thread of a native group: whoever is cancelled while it works hears of it when the thread touches no memory any more."""
+"""The thread of a native group: whoever is cancelled while it works hears of it when the thread touches no
+memory any more."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from trireme_shared.platform.etcd import Etcd
 
 
 async def test_waiting_for_the_thread_ends_with_its_work_and_then_with_the_cancellation():
-    link, going_on, done = Link("127.0.0.1", "gloo", 1, OperationLimit()), threading.Event(), threading.Event()
+    link, going_on, done = (
+        Link("127.0.0.1", "gloo", 1, OperationLimit()),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def work() -> None:
         going_on.wait(5.0)
@@ -65,7 +70,8 @@ async def test_waiting_for_the_thread_ends_with_its_work_and_then_with_the_cance
 
 
 async def test_a_group_that_is_still_being_built_when_it_is_cut_is_not_waited_for(monkeypatch):
-    """A peer has gone on to the next generation before it connected: Gloo waits for it until its time limit."""
+    """A peer has gone on to the next generation before it connected: Gloo waits for it until its time
+    limit."""
     link, connected = Link("127.0.0.1", "gloo", 1, OperationLimit()), threading.Event()
 
     class Unconnected:
@@ -105,7 +111,8 @@ class InMemory:
 
 @pytest.mark.parametrize("where", ["while it is built", "in an operation"])
 async def test_a_broken_group_is_free_without_looking_for_circles(where):
-    """Its error goes through several tasks. Descriptors and threads of one group after the other stayed for minutes."""
+    """Its error goes through several tasks. Descriptors and threads of one group after the other stayed for
+    minutes."""
 
     async def broken() -> None:
         values: dict[str, bytes] = {}
@@ -150,13 +157,17 @@ async def test_a_broken_group_is_free_without_looking_for_circles(where):
 
 
 async def test_a_statement_that_is_lost_is_not_waited_for_for_ever(monkeypatch):
-    """Somebody deletes it, or it is written under a lease that ends: its trainer waits for it as all others do. A further attempt writes it anew."""
+    """Somebody deletes it, or it is written under a lease that ends: its trainer waits for it as all others
+    do. A further attempt writes it anew."""
     monkeypatch.setattr(link_module, "MEETING_S", 0.3)
     etcd = Etcd(SimulatedEtcd().transport("test"))
 
     async def met(attempt: int) -> list[list[NativeStatement]]:
         meetings = [Meeting(etcd, "/meeting/", attempt, lambda: 0, rank, 2) for rank in range(2)]
-        said = [NativeStatement(trainer=f"t{n}", version=n, listener=None, network="n", manifest={}) for n in range(2)]
+        said = [
+            NativeStatement(trainer=f"t{n}", version=n, listener=None, network="n", manifest={})
+            for n in range(2)
+        ]
         first = asyncio.ensure_future(meetings[0].statements(said[0]))
         if attempt == 0:
             await asyncio.sleep(0.05)

@@ -23,7 +23,9 @@ def told(trainer: str, *nodes: tuple[int, int, int], loss: float = 0.0) -> Told:
     """`nodes`: first lane, last lane, count."""
     lanes = sorted({lane for first, last, _ in nodes for lane in range(first, last)})
     positions = tuple(LanePosition(lane=lane) for lane in lanes)
-    header = PushHeader(job="j", term=1, generation=1, mode=Mode.SYNC, trainer=trainer, step=3, positions=positions)
+    header = PushHeader(
+        job="j", term=1, generation=1, mode=Mode.SYNC, trainer=trainer, step=3, positions=positions
+    )
     given = tuple(
         ToldNode(lanes=(first, last), count=count, header=0, result=NodeResult(loss_sum=loss))
         for first, last, count in nodes
@@ -33,8 +35,14 @@ def told(trainer: str, *nodes: tuple[int, int, int], loss: float = 0.0) -> Told:
 
 def test_the_largest_nodes_that_have_each_lane_once_are_taken_of_the_lowest_rank():
     """Trainer a kept the node of four lanes of a generation before, of which two belong to b now."""
-    found = chosen([told("a", (0, 4, 8)), told("b", (2, 4, 4), (4, 6, 4)), told("c", (4, 6, 4), (6, 8, 0))], 8)
-    assert [(node.lanes, node.rank, node.count) for node in found] == [((0, 4), 0, 8), ((4, 6), 1, 4), ((6, 8), 2, 0)]
+    found = chosen(
+        [told("a", (0, 4, 8)), told("b", (2, 4, 4), (4, 6, 4)), told("c", (4, 6, 4), (6, 8, 0))], 8
+    )
+    assert [(node.lanes, node.rank, node.count) for node in found] == [
+        ((0, 4), 0, 8),
+        ((4, 6), 1, 4),
+        ((6, 8), 2, 0),
+    ]
     with pytest.raises(Broken, match="nobody gives lane 6 of step 3"):
         chosen([told("a", (0, 4, 8)), told("b", (4, 6, 4))], 8)
 

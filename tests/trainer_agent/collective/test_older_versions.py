@@ -1,4 +1,5 @@
-"""Versions that only a spare can need which is far behind are kept within limits; those that others need are kept whatever they take."""
+"""Versions that only a spare can need which is far behind are kept within limits; those that others need are
+kept whatever they take."""
 
 from __future__ import annotations
 

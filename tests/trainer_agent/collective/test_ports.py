@@ -1,4 +1,5 @@
-"""What a trainer's process gives to a collective job: its share is served, and torch has as many threads as the job says, where it is used."""
+"""What a trainer's process gives to a collective job: its share is served, and torch has as many threads as
+the job says, where it is used."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ async def test_the_share_is_served_and_no_thread_of_torch_waits_for_another_ones
         assert ports is not None
         assert (torch.get_num_threads(), await ports.step_in(torch.get_num_threads)) == (1, 1)
         assert sys.getswitchinterval() <= SWITCH_S
-        member = PserverMember(index=-1, url=ports.exchange.url, incarnation="trainer-0-x", host="here", pid=1)
+        member = PserverMember(
+            index=-1, url=ports.exchange.url, incarnation="trainer-0-x", host="here", pid=1
+        )
         async with HttpPserver(member) as port:
             assert not (await port.info()).ready
             with pytest.raises(CallerError, match="trainer-0-x is a trainer of a collective job"):

@@ -1,4 +1,5 @@
-"""A replica steps the whole model to the bits of parameter servers, whatever was copied to it from another one."""
+"""A replica steps the whole model to the bits of parameter servers, whatever was copied to it from another
+one."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def gradients(made: TinyCompute, step: int) -> dict[int, torch.Tensor | None]:
 def on_a_parameter_server(clipping: Clipping, steps: int) -> dict[int, bytes]:
     made = compute()
     first = StepRecord(version=0, positions=(LanePosition(lane=0),), lane_zero=made.initial_lane_zero())
-    header = InitHeader(job="j", generation=0, mode=Mode.SYNC, lanes=1, layout=made.layout, pserver=0, record=first)
+    header = InitHeader(
+        job="j", generation=0, mode=Mode.SYNC, lanes=1, layout=made.layout, pserver=0, record=first
+    )
     store = store_of(header, clipping=clipping)
     for block in made.layout.blocks():
         store.add_block(block.number, made.current(block.number))
@@ -69,7 +72,9 @@ def on_a_parameter_server(clipping: Clipping, steps: int) -> dict[int, bytes]:
         for number, value in gradients(made, step).items():
             payload = memoryview(b"") if value is None else memoryview(bytearray(value.numpy().tobytes()))
             count = 0 if value is None else 2
-            store.apply(push, PushBlock(block=number, lanes=(0, 1), count=count, result=NodeResult()), payload)
+            store.apply(
+                push, PushBlock(block=number, lanes=(0, 1), count=count, result=NodeResult()), payload
+            )
         if clipping.holds:
             store.learn_norm(StepNorm(timeline=0, step=step, norm=norm_at(made, step)), 0)
             for number in store.blocks:

@@ -1,4 +1,5 @@
-"""The parts of embedding tables in collective jobs: mean gradients of rows, and rows on their way to a trainer that joins."""
+"""The parts of embedding tables in collective jobs: mean gradients of rows, and rows on their way to a
+trainer that joins."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from tests.equipment.replaced import replaced
 from trainer_agent.collective import mean_blocks
 from trainer_agent.collective import rows as means_module
 from trainer_agent.collective.mean_blocks import MeanStore
-from trainer_agent.collective.rows import WHOLE_PLACE, MeanRows, RowMeans, new_rows, rows_at, step_rows, whole_table
+from trainer_agent.collective.rows import (
+    WHOLE_PLACE,
+    MeanRows,
+    RowMeans,
+    new_rows,
+    rows_at,
+    step_rows,
+    whole_table,
+)
 from trainer_agent.collective.state import rows as joining
 from trainer_agent.collective.state.giving import at_once
 from trainer_agent.collective.state.messages import Portion, StateRequest
@@ -116,13 +125,15 @@ def test_large_means_come_in_several_answers():
 
 def test_answers_have_all_tables_one_after_the_other_and_none_is_left_out():
     tables = tuple(
-        LAYOUT.tables[0].model_copy(update={"name": name, "dim": dim}) for name, dim in (("a", 4), ("b", 1), ("c", 2))
+        LAYOUT.tables[0].model_copy(update={"name": name, "dim": dim})
+        for name, dim in (("a", 4), ("b", 1), ("c", 2))
     )
     rows = MeanRows(LAYOUT.model_copy(update={"tables": tables}), 1, 0)
     dims, counts = (4, 1, 2), (3, 40, 5)
     ids = [IDS[:count] for count in counts]
     sent = [
-        np.arange(count * dim, dtype=np.float32).reshape(count, dim) for count, dim in zip(counts, dims, strict=True)
+        np.arange(count * dim, dtype=np.float32).reshape(count, dim)
+        for count, dim in zip(counts, dims, strict=True)
     ]
     rows.push(0, 0, ids, sent, 3)
     made(rows)
@@ -198,7 +209,11 @@ def request(token: str, portion: int) -> StateRequest:
 
 @pytest.fixture(autouse=True)
 def small_portions():
-    with replaced(joining, "PART_BYTES", 64), replaced(snapshot, "GROUP_BYTES", 200), replaced(joining, "PAUSE_S", 0.0):
+    with (
+        replaced(joining, "PART_BYTES", 64),
+        replaced(snapshot, "GROUP_BYTES", 200),
+        replaced(joining, "PAUSE_S", 0.0),
+    ):
         yield
 
 
@@ -282,7 +297,10 @@ async def test_what_goes_wrong_on_the_way_begins_anew(fault):
 
 async def test_a_trainer_whose_versions_pass_too_fast_begins_anew():
     joiner = JoiningRows(LAYOUT, lambda _: None)
-    with replaced(joining, "KEPT_BYTES", 500), pytest.raises(Gone, match="versions pass faster than rows come"):
+    with (
+        replaced(joining, "KEPT_BYTES", 500),
+        pytest.raises(Gone, match="versions pass faster than rows come"),
+    ):
         for version in range(10):
             await joiner.note(record(version + 1), means(version))
 

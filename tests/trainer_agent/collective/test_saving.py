@@ -1,4 +1,5 @@
-"""Shares of checkpoints of a collective job: whole ones load in both strategies to the same bits; lost ones are asked for again."""
+"""Shares of checkpoints of a collective job: whole ones load in both strategies to the same bits; lost ones
+are asked for again."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ class Node:
 
     @property
     def bits(self) -> dict[str, bytes]:
-        found = {f"block.{b.number}": bytes(self.compute.current(b.number)) for b in self.compute.layout.blocks()}
+        found = {
+            f"block.{b.number}": bytes(self.compute.current(b.number)) for b in self.compute.layout.blocks()
+        }
         for block in self.compute.layout.blocks():
             for name, tensor in self.replica.state(block.number).items():
                 found[f"block.{block.number}.{name}"] = tensor.numpy().tobytes()
@@ -257,7 +260,9 @@ def test_after_a_roll_back_each_trainer_says_that_it_holds_the_checkpoint_or_why
                 part.unlink()
         await job.group((), phase=Phase.ROLLING_BACK, timeline=2, checkpoint=ref.uuid)
         for node in job.nodes.values():
-            await until(lambda node=node: node.membership.record.holds is not None, "it says what it holds", 30.0)
+            await until(
+                lambda node=node: node.membership.record.holds is not None, "it says what it holds", 30.0
+            )
             holds = node.membership.record.holds
             assert (holds.timeline, holds.checkpoint, bool(holds.error)) == (2, ref.uuid, damage)
             if damage:
@@ -278,7 +283,9 @@ def test_a_checkpoint_is_not_loaded_while_a_minibatch_is_evaluated(tmp_path):
         node = job.nodes["a"]
         async with node.evaluating:
             await job.group((), phase=Phase.ROLLING_BACK, timeline=2, checkpoint=ref.uuid)
-            await until(lambda: job.nodes["b"].membership.record.holds is not None, "the other one has it", 30.0)
+            await until(
+                lambda: job.nodes["b"].membership.record.holds is not None, "the other one has it", 30.0
+            )
             assert node.replica.record is None
             assert node.membership.record.holds is None
         await until(lambda: node.membership.record.holds is not None, "it has it, too", 30.0)
@@ -291,7 +298,9 @@ def test_a_checkpoint_that_is_not_kept_any_more_is_no_damage(tmp_path):
         await saved_at_2(job)
         await job.group((), phase=Phase.ROLLING_BACK, timeline=2, checkpoint="deleted")
         for node in job.nodes.values():
-            await until(lambda node=node: node.membership.record.holds is not None, "it says what it holds", 30.0)
+            await until(
+                lambda node=node: node.membership.record.holds is not None, "it says what it holds", 30.0
+            )
             holds = node.membership.record.holds
             assert (holds.timeline, holds.checkpoint, holds.superseded) == (2, "deleted", True)
             assert "'deleted' is not among those kept" in holds.error
@@ -337,7 +346,9 @@ async def died_while_written(job: Job, *, again: bool) -> int | None:
     job.nodes["c"].slow.clear()
     for node in job.nodes.values():
         await node.copies.at_version(job.list)
-    await until(lambda: bool(job.nodes["a"].copies.checkpointer.committer.seen.parts), "other parts are written", 20.0)
+    await until(
+        lambda: bool(job.nodes["a"].copies.checkpointer.committer.seen.parts), "other parts are written", 20.0
+    )
     assert job.nodes["a"].copies.again(job.list) is None  # c may still write its part
     await job.kill("c")
     await job.group(("a", "b"))

@@ -1,4 +1,5 @@
-"""Trainers of a collective job join, die and come back while it trains, and it changes its strategy between runs: always the same bits."""
+"""Trainers of a collective job join, die and come back while it trains, and it changes its strategy between
+runs: always the same bits."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from trainer_agent.collective.state import giving
 from trireme_shared.protocol.records import JobSpec, Phase, Strategy
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
 
-COMMON: dict[str, Any] = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 10, "block_bytes": 256}
+COMMON: dict[str, Any] = {
+    "lanes": 4,
+    "global_batch_size": 12,
+    "records_per_task": 6,
+    "epochs": 10,
+    "block_bytes": 256,
+}
 STEPS = 60
 A, B, C, D = "trainer-0-x", "trainer-1-x", "trainer-2-x", "trainer-3-x"
 
@@ -203,7 +210,9 @@ async def test_a_spare_that_was_behind_goes_on_from_where_it_was(tmp_path, kept_
     assert (made.given == given) is (kept_bytes > 0)
 
 
-async def test_a_spare_that_gets_lanes_while_it_is_behind_makes_all_versions_before_it_computes(tmp_path, monkeypatch):
+async def test_a_spare_that_gets_lanes_while_it_is_behind_makes_all_versions_before_it_computes(
+    tmp_path, monkeypatch
+):
     async with cluster(spec_of(tmp_path, lanes=2), 3) as made:
         await listed(made, C)
         first, _, spare = made.directory.trainers.names

@@ -1,4 +1,5 @@
-"""Embedding tables in collective jobs: each trainer has all rows, with the bits of parameter servers and of plain Python."""
+"""Embedding tables in collective jobs: each trainer has all rows, with the bits of parameter servers and of
+plain Python."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ async def test_trainers_give_the_bits_of_parameter_servers(tmp_path, trainers, o
 
 
 @pytest.mark.parametrize("most", [rows.SMALL_BYTES, 100])
-async def test_means_of_rows_come_with_pulls_if_they_are_small_and_else_are_asked_for(tmp_path, monkeypatch, most):
+async def test_means_of_rows_come_with_pulls_if_they_are_small_and_else_are_asked_for(
+    tmp_path, monkeypatch, most
+):
     asked, answer = [], rows.MeanRows.portion_of_means
 
     def counted(rows, request):

@@ -1,4 +1,5 @@
-"""Trainers that exchange gradients among themselves train to the bits of parameter servers, and of one process."""
+"""Trainers that exchange gradients among themselves train to the bits of parameter servers, and of one
+process."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ async def test_one_trainer_gives_the_bits_of_plain_pytorch(tmp_path):
 async def test_several_trainers_give_the_bits_of_parameter_servers(tmp_path, trainers):
     script = write_script(tmp_path)
     common = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 2}
-    servers = await with_pservers.trained(spec_for(script, **common, pservers=2, storage=str(tmp_path / "a")), 2)
+    servers = await with_pservers.trained(
+        spec_for(script, **common, pservers=2, storage=str(tmp_path / "a")), 2
+    )
     found = await trained(spec_for(script, **common, **COLLECTIVE, storage=str(tmp_path / "b")), trainers)
     assert differing(servers, found) == []
 
@@ -31,7 +34,9 @@ async def test_several_trainers_give_the_bits_of_parameter_servers(tmp_path, tra
 async def test_narrow_gradients_and_clipped_ones_give_the_bits_of_parameter_servers(tmp_path, options):
     script = write_script(tmp_path)
     common = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 1, **options}
-    servers = await with_pservers.trained(spec_for(script, **common, pservers=2, storage=str(tmp_path / "a")), 2)
+    servers = await with_pservers.trained(
+        spec_for(script, **common, pservers=2, storage=str(tmp_path / "a")), 2
+    )
     found = await trained(spec_for(script, **common, **COLLECTIVE, storage=str(tmp_path / "b")), 2)
     plain = {name: value for name, value in common.items() if name not in options}
     other = await trained(spec_for(script, **plain, **COLLECTIVE, storage=str(tmp_path / "c")), 2)
@@ -44,7 +49,8 @@ async def test_rules_that_need_whole_parameters_give_the_bits_of_plain_pytorch_a
     tmp_path, name
 ):
     optimizer = (
-        f"def optimizer(model):\n    return trireme.optim.{name}(model.parameters(), lr=0.05, weight_decay=0.01)\n"
+        f"def optimizer(model):\n    return trireme.optim.{name}(model.parameters(), lr=0.05, "
+        "weight_decay=0.01)\n"
     )
     script = write_script(tmp_path, optimizer=optimizer)
     alone = spec_for(script, **COLLECTIVE)

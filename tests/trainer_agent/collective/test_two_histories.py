@@ -1,4 +1,5 @@
-"""A trainer was frozen with a version that the others have made again, of other records. What it has is not mixed with what they have."""
+"""A trainer was frozen with a version that the others have made again, of other records. What it has is not
+mixed with what they have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every member of a collective job steps whole parameters, wherever blocks cut them, to the bits of plain PyTorch."""
+"""Every member of a collective job steps whole parameters, wherever blocks cut them, to the bits of plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -74,7 +75,10 @@ def begun(compute, clipping=None):
 
 def plainly(compute, folder, steps):
     """The parameters after plain PyTorch's steps, by name."""
-    user, spec = load(write_script(folder, **parts(compute.layout.optimizer.name))), spec_for(folder / "script.py")
+    user, spec = (
+        load(write_script(folder, **parts(compute.layout.optimizer.name))),
+        spec_for(folder / "script.py"),
+    )
     torch.manual_seed(spec.seed)
     model = user.call("model")
     optimizer, named = user.call("optimizer", model), dict(model.named_parameters())
@@ -156,7 +160,8 @@ async def test_a_state_to_begin_with_is_taken_over(build, tmp_path):
     train(compute, replica := begun(compute), range(2))
     states = {block.number: replica.state(block.number) for block in compute.plan.blocks}
     compute.initial_state = lambda number: [
-        (key, memoryview(value.reshape(-1).view(torch.uint8).numpy())) for key, value in states[number].items()
+        (key, memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+        for key, value in states[number].items()
     ]
     second = begun(compute)
     assert second.digest() == replica.digest()
@@ -166,7 +171,8 @@ async def test_a_state_to_begin_with_is_taken_over(build, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_parameter_servers_cannot_step_them_and_one_message_says_so(build, name):
     message = (
-        f"optimizer {name} needs the norm of each whole parameter, and parameter servers have blocks that cut them"
+        f"optimizer {name} needs the norm of each whole parameter, and parameter servers have blocks "
+        "that cut them"
     )
     with pytest.raises(InvalidArgument, match=f"^{message}$") as refused:
         build(**parts(name))

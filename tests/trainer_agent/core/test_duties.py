@@ -20,7 +20,9 @@ def test_a_trainer_with_lanes_trains_them_in_the_generation_of_state_and_lanes()
 
 
 def test_a_trainer_waits_while_state_and_lanes_speak_of_different_generations():
-    assert duty_of(RUNNING.model_copy(update={"generation": 5})) == Next(Duty.WAIT, "the lanes of generation 5")
+    assert duty_of(RUNNING.model_copy(update={"generation": 5})) == Next(
+        Duty.WAIT, "the lanes of generation 5"
+    )
 
 
 def test_a_trainer_without_lanes_is_a_hot_spare_and_waits():

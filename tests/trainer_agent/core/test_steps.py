@@ -31,7 +31,8 @@ def test_a_checkpoint_on_demand_is_due_two_versions_on_and_said_anew_in_each_gen
 
 
 def test_a_checkpoint_that_was_due_when_lane_0_moved_is_not_asked_for_again():
-    """The request stays on record until the checkpoint is written; by then lane 0 may have had several owners."""
+    """The request stays on record until the checkpoint is written; by then lane 0 may have had several
+    owners."""
     request = CheckpointRequest(operation="op", attempt=1)
     asked = checkpoint_asked(request, 4, 10, None)
     assert checkpoint_asked(request, 5, 12, asked) == checkpoint_asked(request, 9, 40, asked) == asked

@@ -1,4 +1,5 @@
-"""Batches without a user's collate: tensors where there is one shape, lists of text, else an error with both values."""
+"""Batches without a user's collate: tensors where there is one shape, lists of text, else an error with both
+values."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def test_arrays_become_tensors_of_their_dtype_and_are_copied():
     pixels = np.arange(6, dtype=np.float32).reshape(3, 2)
-    batch = default_collate({"pixels": pixels, "label": np.array([1, 2, 3], np.uint8), "text": ["a", "b", "c"]})
+    batch = default_collate(
+        {"pixels": pixels, "label": np.array([1, 2, 3], np.uint8), "text": ["a", "b", "c"]}
+    )
     assert equal(batch["pixels"], torch.tensor([[0.0, 1], [2, 3], [4, 5]]))
     assert equal(batch["label"], torch.tensor([1, 2, 3], dtype=torch.uint8))
     assert batch["text"] == ["a", "b", "c"]
@@ -33,7 +36,10 @@ def test_arrays_become_tensors_of_their_dtype_and_are_copied():
         ([True, False], torch.tensor([True, False])),
         ([[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]])),
         ([[0.5], [1]], torch.tensor([[0.5], [1.0]])),
-        ([np.zeros(2, np.float64), np.ones(2, np.float64)], torch.tensor([[0.0, 0], [1, 1]], dtype=torch.float64)),
+        (
+            [np.zeros(2, np.float64), np.ones(2, np.float64)],
+            torch.tensor([[0.0, 0], [1, 1]], dtype=torch.float64),
+        ),
         ([torch.ones(2, dtype=torch.bfloat16)] * 2, torch.ones(2, 2, dtype=torch.bfloat16)),
     ],
 )
@@ -43,7 +49,9 @@ def test_values_of_records_become_tensors(values, tensor):
 
 
 def test_big_endian_arrays_are_turned_round():
-    assert equal(default_collate({"x": np.array([1, 2], ">i4")})["x"], torch.tensor([1, 2], dtype=torch.int32))
+    assert equal(
+        default_collate({"x": np.array([1, 2], ">i4")})["x"], torch.tensor([1, 2], dtype=torch.int32)
+    )
 
 
 def test_a_minibatch_is_collated_from_its_columns():
@@ -57,7 +65,10 @@ def test_a_minibatch_is_collated_from_its_columns():
     ("values", "message"),
     [
         ([[1, 2], [3, 4, 5]], r"record 0 of the minibatch has shape \(2,\), record 1 has shape \(3,\)"),
-        ([np.zeros((2, 2)), np.zeros(2)], r"record 0 of the minibatch has shape \(2, 2\), record 1 has shape \(2,\)"),
+        (
+            [np.zeros((2, 2)), np.zeros(2)],
+            r"record 0 of the minibatch has shape \(2, 2\), record 1 has shape \(2,\)",
+        ),
         ([torch.zeros(2), torch.zeros(3)], r"has shape \(2,\), record 1 has shape \(3,\)"),
         ([[[1], [2, 3]], [[1], [2, 3]]], "does not make a tensor"),
         ([1, None], "record 1 of the minibatch has no value, another has int 1"),
@@ -72,12 +83,16 @@ def test_what_makes_no_tensor_is_told_with_its_column_and_both_values(values, me
 
 
 def test_a_field_that_a_record_lacks_is_told():
-    with pytest.raises(DatasetError, match="column 'b': record 1 of the minibatch has no value, another has int 2"):
+    with pytest.raises(
+        DatasetError, match="column 'b': record 1 of the minibatch has no value, another has int 2"
+    ):
         default_collate([{"a": 1, "b": 2}, {"a": 1}])
 
 
 def test_a_dtype_torch_lacks_is_told():
-    with pytest.raises(DatasetError, match=r"column 'when' holds datetime64\[D\], which torch has no type for"):
+    with pytest.raises(
+        DatasetError, match=r"column 'when' holds datetime64\[D\], which torch has no type for"
+    ):
         default_collate({"when": np.array(["2026-11-20"], "M8[D]")})
 
 

@@ -65,7 +65,9 @@ def test_binary_records_are_read(tmp_path, kind, name, suffix):
     plain, found = everything(kind(str(MADE / name))), everything(kind(str(path)))
     assert len(found) == RECORDS
     assert all(
-        np.array_equal(one[column], other[column]) for one, other in zip(plain, found, strict=True) for column in one
+        np.array_equal(one[column], other[column])
+        for one, other in zip(plain, found, strict=True)
+        for column in one
     )
 
 
@@ -106,8 +108,13 @@ def test_a_full_folder_of_temporary_files_is_told_with_the_file_and_what_to_do(t
     random_lines(path, 3000)
     with pytest.raises(ResourceExhausted) as told:
         open_dataset(TextLines(str(path))).read(str(path), 0, 5, 0)
-    assert told.value.message.startswith(f"{small_temporary} is full: {path} is read by way of a temporary file there")
-    assert "needs at least 1048576 bytes, and there is room for 524288; free space, or set TMPDIR" in told.value.message
+    assert told.value.message.startswith(
+        f"{small_temporary} is full: {path} is read by way of a temporary file there"
+    )
+    assert (
+        "needs at least 1048576 bytes, and there is room for 524288; free space, or set TMPDIR"
+        in told.value.message
+    )
     assert free_bytes(small_temporary) == 512 << 10
 
 
@@ -124,11 +131,14 @@ def test_a_killed_process_leaves_none_of_its_temporary_files(tmp_path, small_tem
     path = tmp_path / "lines.txt.gz"
     random_lines(path, 300)
     program = (
-        "import sys, time\nfrom trireme_shared.platform.storage.compressed import Decompressed\nkept = Decompressed()\n"
+        "import sys, time\nfrom trireme_shared.platform.storage.compressed import "
+        "Decompressed\nkept = Decompressed()\n"
         f"with kept.opened({str(path)!r}): print('opened', flush=True); time.sleep(60)"
     )
     environment = {**os.environ, "TMPDIR": str(small_temporary)}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment
+    ) as process:
         assert process.stdout.readline() == b"opened\n"
         assert free_bytes(small_temporary) < 300 << 10, "it takes room while it is used"
         process.kill()
@@ -148,7 +158,9 @@ def test_what_is_damaged_or_cut_off_is_named_with_its_place(tmp_path, suffix):
     other = tmp_path / f"other.txt.{suffix}"
     other.write_bytes(b"this was never compressed")
     for path in (cut, other):
-        with pytest.raises(DatasetError, match=rf"{path.name} is damaged or cut off behind \d+ decompressed bytes"):
+        with pytest.raises(
+            DatasetError, match=rf"{path.name} is damaged or cut off behind \d+ decompressed bytes"
+        ):
             count_records(TextLines(str(path)), 5)
         with pytest.raises(DatasetError, match=rf"{path.name} is damaged or cut off"):
             open_dataset(TextLines(str(path))).read(str(path), 0, 5)

@@ -53,7 +53,11 @@ FORMATS: dict[str, tuple[type[Dataset], Write, dict[str, object]]] = {
     "npy": (Npy, lambda path, n: np.save(path, np.array([n])), {"columns": ("x",)}),
     "csv": (Csv, lambda path, n: path.write_text(f"x\n{n}\n"), {}),
     "csv.gz": (Csv, lambda path, n: path.write_bytes(gzip.compress(f"x\n{n}\n".encode())), {}),
-    "jsonl.gz": (JsonLines, lambda path, n: path.write_bytes(gzip.compress(json.dumps({"x": n}).encode())), {}),
+    "jsonl.gz": (
+        JsonLines,
+        lambda path, n: path.write_bytes(gzip.compress(json.dumps({"x": n}).encode())),
+        {},
+    ),
     "txt.gz": (TextLines, lambda path, n: path.write_bytes(gzip.compress(str(n).encode())), {}),
     "parquet": (Parquet, lambda path, n: pq.write_table(pa.table({"x": [n]}), path), {}),
     "bin": (Bytes, lambda path, n: path.write_bytes(bytes([n])), {"record_bytes": 1}),
@@ -70,7 +74,9 @@ def test_files_that_were_read_are_closed(tmp_path, monkeypatch, suffix):
     for number, path in enumerate(paths):
         write(path, number)
     reader = open_dataset(kind(str(paths[0]), **options))
-    read: Callable[[Path], dict[str, object]] = lambda path: reader.read(str(path), 0, 1).columns(np.arange(1))  # noqa: E731
+    read: Callable[[Path], dict[str, object]] = lambda path: reader.read(str(path), 0, 1).columns(
+        np.arange(1)
+    )  # noqa: E731
     first = read(paths[0])
     before = len(list(Path("/proc/self/fd").iterdir()))
     for path in paths:

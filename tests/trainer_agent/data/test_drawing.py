@@ -1,4 +1,5 @@
-"""Records that draw random numbers: the same ones whoever reads them, when, in which order and beside what; and nobody else's are changed."""
+"""Records that draw random numbers: the same ones whoever reads them, when, in which order and beside what;
+and nobody else's are changed."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_records_are_the_same_in_any_order_and_after_any_draws_and_disturb_nobod
 
 def test_another_epoch_draws_other_numbers_but_for_an_iterable_that_goes_on_through_epochs():
     changes = {
-        name: read(open_dataset(d, 3), 0, 8, 1) != read(open_dataset(d, 3), 0, 8, 0) for name, d in DATASETS.items()
+        name: read(open_dataset(d, 3), 0, 8, 1) != read(open_dataset(d, 3), 0, 8, 0)
+        for name, d in DATASETS.items()
     }
     assert changes == {"Noisy": True, "Seeding": False, "Stream": False, "Reader": True}
 

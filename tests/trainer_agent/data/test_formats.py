@@ -26,7 +26,9 @@ def test_parquet_reads_a_row_group_once_while_it_is_needed(tmp_path):
     pq.write_table(pa.table({"a": list(range(100))}), path, row_group_size=25)
     reader = ParquetReader(Parquet(path))
     for first in (0, 10, 40, 30, 90, 5):
-        assert reader.read(path, first, 10).columns(np.arange(10))["a"].tolist() == list(range(first, first + 10))
+        assert reader.read(path, first, 10).columns(np.arange(10))["a"].tolist() == list(
+            range(first, first + 10)
+        )
     assert reader.groups_read == 3
 
 
@@ -94,7 +96,11 @@ def test_csv_types_are_those_of_the_datasets_beginning_in_every_task(tmp_path):
     (tmp_path / "a.csv").write_text("i,x,ok,s,n\n1,1.5,true,a,\n2,2,false,7,\n")
     (tmp_path / "b.csv").write_text("s,i,x,ok,n\n7,3,4,true,\n")
     found = everything(Csv(f"{tmp_path}/*.csv"), 1, f"{tmp_path}/b.csv")
-    assert {name: found[name].dtype for name in ("i", "x", "ok")} == {"i": np.int64, "x": np.float32, "ok": np.bool_}
+    assert {name: found[name].dtype for name in ("i", "x", "ok")} == {
+        "i": np.int64,
+        "x": np.float32,
+        "ok": np.bool_,
+    }
     assert found["s"] == ["7"]
     assert found["n"] == [""]
 
@@ -182,7 +188,10 @@ def test_aligned_arrays_are_one_record(tmp_path):
     np.save(tmp_path / "y.npy", np.array([7, 8, 9]))
     urls = (str(tmp_path / "x.npy"), str(tmp_path / "y.npy"))
     found = everything(Npy(*urls, aligned=True), 3)
-    assert {name: column.tolist() for name, column in found.items()} == {"x": [[0, 1], [2, 3], [4, 5]], "y": [7, 8, 9]}
+    assert {name: column.tolist() for name, column in found.items()} == {
+        "x": [[0, 1], [2, 3], [4, 5]],
+        "y": [7, 8, 9],
+    }
     assert list(everything(Npy(*urls, aligned=True, columns=("a", "b")), 3)) == ["a", "b"]
 
 
@@ -196,7 +205,8 @@ def test_an_array_in_fortran_order_is_read_where_it_is_local(tmp_path):
 
 def test_a_custom_reader_that_fails_or_ends_early_is_told(tmp_path, monkeypatch):
     (tmp_path / "odd_reader.py").write_text(
-        "class short:\n  count = staticmethod(lambda url: 3)\n  read = staticmethod(lambda url, first, count: iter([{}]))\n"
+        "class short:\n  count = staticmethod(lambda url: 3)\n  read = staticmethod(lambda url, "
+        "first, count: iter([{}]))\n"
         "class broken(short):\n  read = staticmethod(lambda url, first, count: [].pop())\n"
         "class values(short):\n  read = staticmethod(lambda url, first, count: [1, 2, 3])\n"
     )

@@ -1,5 +1,5 @@
-"""Files that the formats' own libraries made (made/make.py), or that follow the format's definition where no library can be had:
-every record, from every place; what is damaged or cut off is named with its byte."""
+"""Files that the formats' own libraries made (made/make.py), or that follow the format's definition where no
+library can be had: every record, from every place; what is damaged or cut off is named with its byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from master_service.storage.job_storage import count_records
 from trainer_agent.data import open_dataset
 from trireme_shared.datasets.record_files import masked
 from trireme_shared.protocol.errors import DatasetError
-from trireme_shared.protocol.records.datasets import Dataset, HuggingFace, ImageFolder, RecordIO, TFRecord, WebDataset
+from trireme_shared.protocol.records.datasets import (
+    Dataset,
+    HuggingFace,
+    ImageFolder,
+    RecordIO,
+    TFRecord,
+    WebDataset,
+)
 
 MADE = Path(__file__).parent / "made"
 RECORDS = 24
@@ -53,7 +60,8 @@ def write_recordio(path: Path, records: list[bytes], compressor: int, per_chunk:
             elif compressor == 2:
                 content = gzip.compress(content)
             file.write(
-                struct.pack("<5I", 0x01020304, zlib.crc32(content), compressor, len(content), len(chunk)) + content
+                struct.pack("<5I", 0x01020304, zlib.crc32(content), compressor, len(content), len(chunk))
+                + content
             )
 
 
@@ -72,7 +80,8 @@ def test_examples_of_a_tfrecord_file_have_their_values(task_records):
         (i, -i, f"record {i}".encode()) for i in range(RECORDS)
     ]
     assert all(
-        np.array_equal(record["x"], np.array([i / 4, -i / 4, 0.5], np.float32)) for i, record in enumerate(found)
+        np.array_equal(record["x"], np.array([i / 4, -i / 4, 0.5], np.float32))
+        for i, record in enumerate(found)
     )
     assert list(found[0]) == ["id", "negative", "text", "x"]
 
@@ -95,8 +104,12 @@ def test_records_of_recordio_chunks_are_read(tmp_path, compressor):
 
 def test_samples_of_a_webdataset_are_decoded():
     found = everything(WebDataset(str(MADE / "ids.tar")))
-    assert [(record["__key__"], record["cls"]) for record in found] == [(f"samples/{i:04}", i) for i in range(RECORDS)]
-    assert all(np.array_equal(record["png"], np.full((3, 4, 6), i, np.uint8)) for i, record in enumerate(found))
+    assert [(record["__key__"], record["cls"]) for record in found] == [
+        (f"samples/{i:04}", i) for i in range(RECORDS)
+    ]
+    assert all(
+        np.array_equal(record["png"], np.full((3, 4, 6), i, np.uint8)) for i, record in enumerate(found)
+    )
     small = everything(WebDataset(str(MADE / "ids.tar"), image_size=(2, 2)))
     assert small[5]["png"].tolist() == [[[5, 5], [5, 5]]] * 3
     assert everything(WebDataset(str(MADE / "ids.tar"), decode=False))[7]["cls"] == b"7"
@@ -128,13 +141,19 @@ def test_damage_in_a_tfrecord_file_is_named_with_its_byte(tmp_path):
     made = (MADE / "ids.tfrecord").read_bytes()
     second = 16 + struct.unpack_from("<Q", made)[0]
     path = damaged(tmp_path / "length", made, second + 2)
-    with pytest.raises(DatasetError, match=rf"length is damaged at byte {second}: the checksum of its length differs"):
+    with pytest.raises(
+        DatasetError, match=rf"length is damaged at byte {second}: the checksum of its length differs"
+    ):
         count_records(TFRecord(path), 5)
     path = damaged(tmp_path / "content", made, second + 20)
-    with pytest.raises(DatasetError, match=rf"content is damaged at byte {second}: the record's checksum differs"):
+    with pytest.raises(
+        DatasetError, match=rf"content is damaged at byte {second}: the record's checksum differs"
+    ):
         everything(TFRecord(path))
     (tmp_path / "cut").write_bytes(made[:-3])
-    with pytest.raises(DatasetError, match=r"cut is cut off: the record that starts at byte \d+ is not whole"):
+    with pytest.raises(
+        DatasetError, match=r"cut is cut off: the record that starts at byte \d+ is not whole"
+    ):
         count_records(TFRecord(str(tmp_path / "cut")), 5)
     (tmp_path / "text").write_text("a text, of more than twelve bytes")
     with pytest.raises(DatasetError, match="it is no TFRecord file"):
@@ -149,7 +168,9 @@ def test_damage_in_a_recordio_file_is_named_with_its_byte(tmp_path):
     with pytest.raises(DatasetError, match=rf"the chunk at byte {second}: it begins with 0x01020351"):
         count_records(RecordIO(path), 5)
     path = damaged(tmp_path / "content", made, second + 30)
-    with pytest.raises(DatasetError, match=rf"the chunk at byte {second}: the checksum of its content differs"):
+    with pytest.raises(
+        DatasetError, match=rf"the chunk at byte {second}: the checksum of its content differs"
+    ):
         everything(RecordIO(path))
     (tmp_path / "cut").write_bytes(made[:-3])
     with pytest.raises(DatasetError, match=r"the chunk at byte \d+: the file ends within its content"):
@@ -183,7 +204,9 @@ def test_damage_in_a_tar_is_named_with_its_byte(tmp_path):
 def test_a_record_that_is_no_example_says_what_to_do(tmp_path):
     record = json.dumps({"a": 1}).encode()
     head = struct.pack("<Q", len(record))
-    frame = head + struct.pack("<I", masked(crc32c(head))) + record + struct.pack("<I", masked(crc32c(record)))
+    frame = (
+        head + struct.pack("<I", masked(crc32c(head))) + record + struct.pack("<I", masked(crc32c(record)))
+    )
     (tmp_path / "json.tfrecord").write_bytes(frame)
     with pytest.raises(DatasetError, match=r"record 0 is not a tf\.train\.Example") as caught:
         everything(TFRecord(str(tmp_path / "json.tfrecord")))
@@ -230,7 +253,9 @@ def test_what_is_no_saved_dataset_says_what_to_do(tmp_path):
     shutil.copytree(MADE / "ids_hf" / "train", tmp_path / "cut")
     last = tmp_path / "cut" / "data-00001-of-00002.arrow"
     last.write_bytes(last.read_bytes()[:-600])
-    with pytest.raises(DatasetError, match=r"data-00001-of-00002\.arrow is damaged or cut off behind record 0"):
+    with pytest.raises(
+        DatasetError, match=r"data-00001-of-00002\.arrow is damaged or cut off behind record 0"
+    ):
         count_records(HuggingFace(str(tmp_path / "cut")), 5)
 
 
@@ -250,7 +275,8 @@ def test_images_in_folders_are_labelled_by_their_folder_and_mixed(tmp_path):
     assert [record["label"] for record in found] == [number % 2 for number in numbers]
     assert {record["label"] for record in found[:8]} == {0, 1}
     assert [
-        int(record["image"][0, 0, 0]) for record in everything(ImageFolder(str(tmp_path), image_size=(2, 2)), 7)
+        int(record["image"][0, 0, 0])
+        for record in everything(ImageFolder(str(tmp_path), image_size=(2, 2)), 7)
     ] == numbers
 
 

@@ -1,4 +1,5 @@
-"""Every reader against the records that were written: whole files, every range, offsets, globs, other file systems."""
+"""Every reader against the records that were written: whole files, every range, offsets, globs, other file
+systems."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ import pytest
 from master_service.storage.job_storage import count_records
 from trainer_agent.data import open_dataset
 from trireme_shared.protocol.errors import DatasetError
-from trireme_shared.protocol.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
+from trireme_shared.protocol.records.datasets import (
+    Bytes,
+    Csv,
+    Custom,
+    Dataset,
+    JsonLines,
+    Npy,
+    Parquet,
+    TextLines,
+)
 
 RECORDS = 23
 TEXTS = ["plain", "", "a,b", 'say "hi"', "two\nlines", "héllo ✓", " spaced ", "cr\r\nlf"]
@@ -67,7 +77,10 @@ CASES = {
     "csv": Case("csv", write_csv, Csv, rows()),
     "csv with CRLF": Case("csv", lambda path: write_csv(path, "\r\n"), Csv, rows()),
     "csv with a byte order mark": Case(
-        "csv", lambda path: (write_csv(path), path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())), Csv, rows()
+        "csv",
+        lambda path: (write_csv(path), path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())),
+        Csv,
+        rows(),
     ),
     "csv without header": Case(
         "tsv",
@@ -75,7 +88,9 @@ CASES = {
         lambda url: Csv(url, column_names=("a", "b"), delimiter="\t"),
         [{"a": i, "b": i / 2} for i in range(RECORDS)],
     ),
-    "text": Case("txt", lambda path: path.write_text("\n".join(LINES)), TextLines, [{"text": line} for line in LINES]),
+    "text": Case(
+        "txt", lambda path: path.write_text("\n".join(LINES)), TextLines, [{"text": line} for line in LINES]
+    ),
     "text with CRLF": Case(
         "txt",
         lambda path: path.write_bytes("\r\n".join(LINES).encode() + b"\r\n"),
@@ -83,7 +98,10 @@ CASES = {
         [{"text": line} for line in LINES],
     ),
     "json lines": Case(
-        "jsonl", lambda path: path.write_text("\n \n".join(json.dumps(value) for value in OBJECTS)), JsonLines, OBJECTS
+        "jsonl",
+        lambda path: path.write_text("\n \n".join(json.dumps(value) for value in OBJECTS)),
+        JsonLines,
+        OBJECTS,
     ),
     "bytes": Case(
         "bin",
@@ -186,7 +204,9 @@ def test_columns_and_records_are_two_views_of_the_same(case, tmp_path):
     chosen = np.array([7, 0, 14, 7])
     columns, records = shard.columns(chosen), shard.records(chosen)
     assert list(columns) == list(records[0])
-    assert all(np.array_equal(columns[name][i], record[name]) for i, record in enumerate(records) for name in record)
+    assert all(
+        np.array_equal(columns[name][i], record[name]) for i, record in enumerate(records) for name in record
+    )
     assert same(list(shard.minibatch(chosen)), records)
 
 

@@ -1,4 +1,5 @@
-"""Minibatches that are collated ahead: nobody else's random numbers change, and theirs go on where collate left them."""
+"""Minibatches that are collated ahead: nobody else's random numbers change, and theirs go on where collate
+left them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from trireme_shared.datasets.random_state import undisturbed
 
 
 def draws() -> tuple[float, float, float]:
-    return torch.rand(1).item(), random.random(), np.random.random()  # noqa: NPY002  user code uses the global generator
+    # user code uses the global generator
+    return torch.rand(1).item(), random.random(), np.random.random()  # noqa: NPY002
 
 
 def seed(number: int) -> None:

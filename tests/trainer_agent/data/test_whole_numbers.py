@@ -1,4 +1,5 @@
-"""Whole numbers keep all 64 bits in every reader, and a column has one dtype in all batches of a job, or the column is refused by name."""
+"""Whole numbers keep all 64 bits in every reader, and a column has one dtype in all batches of a job, or the
+column is refused by name."""
 
 from __future__ import annotations
 
@@ -113,7 +114,10 @@ def tf_record(path: Path, values: Sequence[Any]) -> Dataset:
             example = framed(1, framed(1, framed(1, b"x") + framed(2, packed)))
             head = struct.pack("<Q", len(example))
             file.write(
-                head + struct.pack("<I", masked(crc32c(head))) + example + struct.pack("<I", masked(crc32c(example)))
+                head
+                + struct.pack("<I", masked(crc32c(head)))
+                + example
+                + struct.pack("<I", masked(crc32c(example)))
             )
     return TFRecord(str(path))
 
@@ -122,7 +126,10 @@ def of_code(kind: type[Dataset], convert: Callable[[int], str]) -> Callable[[Pat
     def write(path: Path, values: Sequence[Any]) -> Dataset:
         name = f"numbers_{abs(hash((path, tuple(values))))}"
         items = ", ".join(f'{{"x": {convert(value)}}}' for value in values)
-        body = f"import numpy as np\nimport torch\nitems = [{items}]\nclass reader:\n    count = staticmethod(lambda url: len(items))\n"
+        body = (
+            f"import numpy as np\nimport torch\nitems = [{items}]\nclass reader:\n    count = "
+            "staticmethod(lambda url: len(items))\n"
+        )
         body += "    read = staticmethod(lambda url, first, count: items[first:first + count])\n"
         (path.parent / f"{name}.py").write_text(body)
         return MapStyle(f"{name}:items") if kind is MapStyle else Custom(str(path), reader=f"{name}:reader")
@@ -144,7 +151,9 @@ WRITERS: dict[str, Callable[[Path, Sequence[Any]], Dataset]] = {
     "webdataset": web_dataset,
     "tfrecord": tf_record,
     "script": of_code(MapStyle, str),
-    "script_numpy": of_code(MapStyle, lambda value: numpy_scalar(value) if abs(value) >= 2**31 else str(value)),
+    "script_numpy": of_code(
+        MapStyle, lambda value: numpy_scalar(value) if abs(value) >= 2**31 else str(value)
+    ),
     "custom": of_code(Custom, str),
 }
 TYPED = {"parquet", "hugging_face", "npy", "npy_of_the_other_byte_order", "tfrecord"}  # by what the file says
@@ -256,7 +265,9 @@ def test_a_later_value_that_does_not_fit_names_column_value_file_and_record(
 )
 def test_a_later_value_of_a_users_own_is_not_cast_to_the_columns_dtype(tmp_path, late, told):
     name = f"late_{abs(hash(late))}"
-    (tmp_path / f"{name}.py").write_text(f'import numpy as np\nitems = [{{"x": np.int32(1)}}, {{"x": {late}}}]\n')
+    (tmp_path / f"{name}.py").write_text(
+        f'import numpy as np\nitems = [{{"x": np.int32(1)}}, {{"x": {late}}}]\n'
+    )
     reader = open_dataset(MapStyle(f"{name}:items"))
     assert default_collate(reader.read("", 0, 1).minibatch(np.arange(1)))["x"].dtype == torch.int32
     with pytest.raises(DatasetError, match=rf"column 'x': .*record 1 has .*{told}"):
@@ -334,7 +345,9 @@ def test_a_structured_array_is_refused_with_its_column(tmp_path):
 def test_fields_that_come_and_go_are_named_with_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer_agent.data.lines.SAMPLE_RECORDS", 2)
     path = tmp_path / "x.jsonl"
-    records = [{"a": 1, "b": 2}] * 2 + [{"a": 1}] * 2 + [{"a": 1, "b": 2, "c": 3}] * 2 + [{"a": "one", "b": 2}] * 2
+    records = (
+        [{"a": 1, "b": 2}] * 2 + [{"a": 1}] * 2 + [{"a": 1, "b": 2, "c": 3}] * 2 + [{"a": "one", "b": 2}] * 2
+    )
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     reader = open_dataset(JsonLines(str(path)))
     for first, told in (
@@ -343,7 +356,8 @@ def test_fields_that_come_and_go_are_named_with_the_file(tmp_path, monkeypatch):
         (6, "column 'a': .* record 6 has 'one'"),
     ):
         shard = reader.read(str(path), first, 2)
-        assert shard.minibatch(np.arange(2))[0] == records[first]  # a script's own collate takes records as they are
+        # a script's own collate takes records as they are
+        assert shard.minibatch(np.arange(2))[0] == records[first]
         with pytest.raises(DatasetError, match=rf"(?s)x\.jsonl.*{told.removeprefix('column ')}|{told}"):
             default_collate(shard.minibatch(np.arange(2)))
 
@@ -354,7 +368,8 @@ def test_records_of_a_scripts_own_make_one_column_of_whole_numbers():
     assert (collated["x"].tolist(), collated["x"].dtype) == ([BIG, 3], torch.uint64)
     assert collated["y"].dtype == torch.float32
     with pytest.raises(
-        DatasetError, match=r"column 'x': record 1 has 9007199254740993: float32 and int64 stand in one column"
+        DatasetError,
+        match=r"column 'x': record 1 has 9007199254740993: float32 and int64 stand in one column",
     ):
         default_collate([{"x": np.float32(1)}, {"x": np.int64(2**53 + 1)}])
     objects = [{"x": np.array([1, 2], dtype=object)}, {"x": np.array([3, BIG], dtype=object)}]

@@ -1,4 +1,5 @@
-"""Pushes and pulls of blocks that move to another parameter server: they wait for the slot map, and for nothing else."""
+"""Pushes and pulls of blocks that move to another parameter server: they wait for the slot map, and for
+nothing else."""
 
 from __future__ import annotations
 
@@ -19,17 +20,27 @@ from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Mode, PserverMember, SlotMap
 from trireme_shared.protocol.records.assignments import Group, Migration
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader, Refusal
+from trireme_shared.protocol.wire.messages import (
+    PulledBlock,
+    PullEnd,
+    PushAnswer,
+    PushBlock,
+    PushHeader,
+    Refusal,
+)
 
 KEYS = Keys("j")
 HEADER = PushHeader(job="j", term=0, generation=0, mode=Mode.SYNC, trainer="t", step=0)
 BEFORE, AFTER = SlotMap(version=1, owners=(0,)), SlotMap(version=2, owners=(1,))
-MIGRATION = Migration(id="op.1", timeline=0, groups=(Group(number=0, source=0, target=1, slots=(0,)),), members={})
+MIGRATION = Migration(
+    id="op.1", timeline=0, groups=(Group(number=0, source=0, target=1, slots=(0,)),), members={}
+)
 LATE_S = 0.02  # so much later than the trainer the new owner learns of the slot map
 
 
 class Pserver:
-    """Has the only block as soon as `serves`. `frozen`: it is on its way. `asked`: when it was pushed to or pulled from."""
+    """Has the only block as soon as `serves`. `frozen`: it is on its way. `asked`: when it was pushed to or
+    pulled from."""
 
     def __init__(self, *, serves=False, frozen=False):
         self.serves, self.frozen = serves, frozen
@@ -64,12 +75,16 @@ class World:
             payloads=lambda _: {}, blocks=lambda: [SimpleNamespace(number=0)], slot_count=1, tables=()
         )
         vectors = SimpleNamespace(layout=layout, staging=lambda _: memoryview(bytearray(4)))
-        fleet = FleetClient(self.directory, lambda member: pservers[member.index], vectors.layout, lambda *_: None)
+        fleet = FleetClient(
+            self.directory, lambda member: pservers[member.index], vectors.layout, lambda *_: None
+        )
         self.servers = ParameterServers(fleet, vectors)
 
     async def begin(self):
         for index in range(len(self.pservers)):
-            member = PserverMember(index=index, url=f"http://h:{index}", incarnation=f"ps-{index}", host="h", pid=1)
+            member = PserverMember(
+                index=index, url=f"http://h:{index}", incarnation=f"ps-{index}", host="h", pid=1
+            )
             await self.leader.put(KEYS.pserver(index), member.to_bytes())
         await self.leader.put(KEYS.slots, BEFORE.to_bytes())
         await self.leader.put(KEYS.migration, MIGRATION.to_bytes())

@@ -1,4 +1,5 @@
-"""Pushes and pulls that are tried again: while whatever sent the last one is still about to hear of its end, and for how long."""
+"""Pushes and pulls that are tried again: while whatever sent the last one is still about to hear of its end,
+and for how long."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ async def test_a_push_that_failed_while_its_sender_waits_for_a_block_is_tried_ag
         pass
 
     member = SimpleNamespace(incarnation="ps-0")
-    directory = SimpleNamespace(pservers={0: member}, state=SimpleNamespace(generation=1), revision=1, changed=changed)
+    directory = SimpleNamespace(
+        pservers={0: member}, state=SimpleNamespace(generation=1), revision=1, changed=changed
+    )
     compute = SimpleNamespace(layout=SimpleNamespace(payloads=lambda _: {}))
     port, outbox, suspected = Port(), Outbox(), []
     fleet = FleetClient(directory, lambda _: port, compute.layout, lambda *what: suspected.append(what))
@@ -115,7 +118,8 @@ def test_a_pull_waits_for_a_version_as_long_as_the_others_compute_it():
 
 
 class BreaksOff:
-    """Breaks off three times after `after_s`, as a parameter server that got no block for long; then it answers."""
+    """Breaks off three times after `after_s`, as a parameter server that got no block for long; then it
+    answers."""
 
     def __init__(self, after_s):
         self.after_s, self.calls = after_s, 0
@@ -152,7 +156,8 @@ def test_a_push_that_nobody_takes_ends_with_what_was_tried():
         return await servers_at(Gone()).pushes.push(0, HEADER, outbox)
 
     with pytest.raises(
-        DeadlineExceeded, match=r"gave up after 60\d s: pushing step 0 to pserver-0; the last answer: nobody there"
+        DeadlineExceeded,
+        match=r"gave up after 60\d s: pushing step 0 to pserver-0; the last answer: nobody there",
     ):
         virtually(scenario)
 
@@ -180,7 +185,10 @@ def test_a_trainer_that_may_have_lost_its_lease_neither_pushes_nor_pulls_until_i
         outbox.close()
         servers = servers_at(port, certain=certain.wait)
         async with asyncio.TaskGroup() as group:
-            push, pull = group.create_task(servers.pushes.push(0, HEADER, outbox)), group.create_task(servers.pull(1))
+            push, pull = (
+                group.create_task(servers.pushes.push(0, HEADER, outbox)),
+                group.create_task(servers.pull(1)),
+            )
             await asyncio.sleep(3600)
             before = port.calls
             certain.set()
@@ -190,7 +198,8 @@ def test_a_trainer_that_may_have_lost_its_lease_neither_pushes_nor_pulls_until_i
 
 
 class SilentPort:
-    """Says nothing for as long as `silent`, within `limit_s` of each call, as the ports over HTTP and streams do."""
+    """Says nothing for as long as `silent`, within `limit_s` of each call, as the ports over HTTP and streams
+    do."""
 
     def __init__(self, limit_s):
         self.silent, self._limit_s, self.calls = True, limit_s, []
@@ -226,7 +235,9 @@ def test_a_silent_pserver_is_skipped_at_once_and_asked_now_and_then_until_it_ans
         assert await servers.pushes.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED
         assert clock.monotonic() - began == pytest.approx(ASK_S, abs=0.01)
         port.silent = False
-        assert await servers.pushes.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED, "it is not asked all the time"
+        assert await servers.pushes.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED, (
+            "it is not asked all the time"
+        )
         await asyncio.sleep(SHARE * ASK_S)
         assert await servers.pushes.push(0, HEADER, outbox, 2.0) is Verdict.ACKNOWLEDGED
         assert [kind for kind, _ in port.calls] == ["push", "info", "info", "push"]

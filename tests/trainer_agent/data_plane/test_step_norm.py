@@ -1,4 +1,5 @@
-"""A trainer finds the norm of a step's gradient from all parameter servers, or from one that was told it already."""
+"""A trainer finds the norm of a step's gradient from all parameter servers, or from one that was told it
+already."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ async def whole_step():
     pservers = [Pserver(JOB, f"ps-{index}", index) for index in (0, 1)]
     for index, pserver in enumerate(pservers):
         pserver.clipping = Clipping(1.0)
-        mine = [(InitBlock(block=n), payload_of(v)) for n, v in values_of(LAYOUT).items() if owner[n] == index]
+        mine = [
+            (InitBlock(block=n), payload_of(v)) for n, v in values_of(LAYOUT).items() if owner[n] == index
+        ]
         await pserver.init(init_header(LAYOUT, pserver=index), stream(*mine))
         gradients = [item(n, torch.full((16,), 2.0)) for n in owner if owner[n] == index]
         await pserver.push(push_header(0), stream(*gradients))
@@ -75,7 +78,9 @@ async def whole_step():
         revision=1,
         changed=changed,
     )
-    fleet = FleetClient(directory, lambda member: DirectPserver(pservers[member.index]), LAYOUT, lambda *_: None)
+    fleet = FleetClient(
+        directory, lambda member: DirectPserver(pservers[member.index]), LAYOUT, lambda *_: None
+    )
     servers = ParameterServers(fleet, Vectors())
     return pservers, servers, [[n for n in owner if owner[n] == index] for index in (0, 1)]
 
@@ -90,7 +95,8 @@ def test_the_norm_of_all_blocks_is_found_and_told():
 
 
 async def torn():
-    """One parameter server was told the norm and has made the step; who told it died before it told the other."""
+    """One parameter server was told the norm and has made the step; who told it died before it told the
+    other."""
     pservers, servers, blocks = await whole_step()
     norm = StepNorm(timeline=0, step=0, norm=NORM)
     assert (await pulled(pservers[0], pull_request(1, blocks[0], norm=norm)))[1].code == "OK"

@@ -9,7 +9,9 @@ from trireme_shared.protocol.wire.messages import PushAnswer, Refusal
 
 def test_the_worst_refusal_decides_what_a_push_was():
     def answer(*codes):
-        return PushAnswer(refused=tuple(Refusal(block=1, lanes=(0, 1), code=code, version=2) for code in codes))
+        return PushAnswer(
+            refused=tuple(Refusal(block=1, lanes=(0, 1), code=code, version=2) for code in codes)
+        )
 
     assert verdict(PushAnswer(applied=3, duplicate=2), Mode.SYNC) == (Verdict.ACKNOWLEDGED, "")
     assert verdict(answer("TOO_EARLY"), Mode.SYNC)[0] is Verdict.AGAIN

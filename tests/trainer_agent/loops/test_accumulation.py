@@ -1,4 +1,5 @@
-"""Lanes are gradient accumulation: one trainer with several lanes does what plain PyTorch does in several backwards before a step."""
+"""Lanes are gradient accumulation: one trainer with several lanes does what plain PyTorch does in several
+backwards before a step."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def accumulate(script, spec, batches_of_a_step) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("accumulated", [2, 4])
 async def test_lanes_are_the_minibatches_that_are_accumulated(tmp_path, accumulated):
     script = write_script(tmp_path, model=WITHOUT_BATCH_NORM)
-    spec = spec_for(script, lanes=accumulated, global_batch_size=BATCH_SIZE * accumulated, records_per_task=15)
+    spec = spec_for(
+        script, lanes=accumulated, global_batch_size=BATCH_SIZE * accumulated, records_per_task=15
+    )
     ours, plain = await trained(spec), accumulate(script, spec, accumulated)
     if accumulated == 2:
         assert differing(ours, plain) == []

@@ -73,7 +73,9 @@ async def test_each_minibatch_counts_once_for_all_rows_although_trainers_are_kil
 
 
 async def test_a_push_of_several_minibatches_steps_rows_by_their_mean(tmp_path):
-    spec = spec_of(write_script(tmp_path, model=MODEL, loss=LOSS), push_every=3, pull_every=2, records_per_task=18)
+    spec = spec_of(
+        write_script(tmp_path, model=MODEL, loss=LOSS), push_every=3, pull_every=2, records_per_task=18
+    )
     async with cluster(spec, 1) as made:
         assert (await made.ended()).phase is Phase.COMPLETED
         assert_exactly_once(await job(made), spec)
@@ -81,7 +83,8 @@ async def test_a_push_of_several_minibatches_steps_rows_by_their_mean(tmp_path):
         sums = content.sum() / EPOCHS
         pushes = 3 * 2 + 1  # of 6 minibatches in each of three tasks, and of 2 in the last
         assert {store.store.rows.version for store in made.pservers} == {EPOCHS * pushes}
-        assert sums == pytest.approx(-3 * pushes, abs=1e-4)  # the mean of a push's minibatches, of 3 records each
+        # the mean of a push's minibatches, of 3 records each
+        assert sums == pytest.approx(-3 * pushes, abs=1e-4)
 
 
 async def test_one_trainer_that_pushes_and_pulls_each_minibatch_gives_the_rows_of_plain_python(tmp_path):
@@ -118,7 +121,9 @@ async def test_rows_that_the_script_names_are_asked_for_ahead_and_see_all_pushes
     found = []
     for name, more in (("without", {}), ("named", {"ids": IDS})):
         asked.clear()
-        spec = spec_of(write_script(tmp_path, name, model=MODEL, **more), storage=str(tmp_path / name), **every)
+        spec = spec_of(
+            write_script(tmp_path, name, model=MODEL, **more), storage=str(tmp_path / name), **every
+        )
         async with cluster(spec, 1) as made:
             assert (await made.ended()).phase is Phase.COMPLETED
             found.append((made.exported(), tables_of(made)))
@@ -132,6 +137,8 @@ async def test_rows_that_the_script_names_are_asked_for_ahead_and_see_all_pushes
 
 def test_a_silent_parameter_server_cannot_be_left_out_where_it_has_rows(tmp_path):
     script = write_script(tmp_path, model=MODEL)
-    with pytest.raises(InvalidArgument, match=r"tables \(seen, tag, user\), .* skip_after_seconds = 2") as refused:
+    with pytest.raises(
+        InvalidArgument, match=r"tables \(seen, tag, user\), .* skip_after_seconds = 2"
+    ) as refused:
         TrainedTables(load(script).call("model"), spec_of(script, skip_after_seconds=2.0))
     assert "rows of a silent parameter server" in refused.value.hint

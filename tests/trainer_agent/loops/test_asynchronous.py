@@ -1,4 +1,5 @@
-"""Asynchronous training: every minibatch of every epoch is applied to every block exactly once, whoever dies."""
+"""Asynchronous training: every minibatch of every epoch is applied to every block exactly once, whoever
+dies."""
 
 from __future__ import annotations
 
@@ -110,7 +111,9 @@ async def test_a_task_that_always_fails_is_discarded_and_the_rest_is_trained(tmp
                 raise ValueError("poisoned record")
             return F.cross_entropy(model(batch["x"]), batch["y"])
         """,
-        poison="import numpy as np\nPOISON = float(np.load({folder!r} + '/x.npy')[RECORD][0])\n".replace("RECORD", "5"),
+        poison="import numpy as np\nPOISON = float(np.load({folder!r} + '/x.npy')[RECORD][0])\n".replace(
+            "RECORD", "5"
+        ),
     )
     spec = spec_of(script, max_discarded_fraction=0.5, max_user_failures=1000)
     async with cluster(spec, 1) as made:
@@ -123,8 +126,8 @@ async def test_a_task_that_always_fails_is_discarded_and_the_rest_is_trained(tmp
 
 
 async def test_a_task_of_the_evaluation_that_came_in_a_pause_at_the_end_of_training_is_done(tmp_path):
-    """The trainer had asked ahead. It forgot the answer when it went on and training was over, and the job waited for the task's
-    time limit."""
+    """The trainer had asked ahead. It forgot the answer when it went on and training was over, and the job
+    waited for the task's time limit."""
     script = write_script(
         tmp_path,
         evaluation="""

@@ -1,4 +1,5 @@
-"""Buffers that hold no statistics, and whose mean over lanes is taken all the same, are told by name; statistics never are."""
+"""Buffers that hold no statistics, and whose mean over lanes is taken all the same, are told by name;
+statistics never are."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ NO_STATISTICS = {
     ),
     "quantile": (
         "self.register_buffer('quantile', torch.zeros(()))",
-        "self.quantile.add_(torch.sign(h.detach().mean() - self.quantile), alpha=0.05 * float(h.detach().max()))",
+        (
+            "self.quantile.add_(torch.sign(h.detach().mean() - self.quantile), alpha=0.05 * "
+            "float(h.detach().max()))"
+        ),
     ),
     "hidden": (
         "self.register_buffer('hidden', torch.zeros(WIDTH))",
@@ -76,7 +80,10 @@ STATISTICS = {
         "self.register_buffer('slow', self.body.weight.detach().clone())",
         "self.slow.mul_(0.9).add_(self.body.weight.detach(), alpha=0.1)",
     ),
-    "constants": ("self.register_buffer('mask', torch.full((WIDTH,), float('-inf')))", "h = h + 0 * self.mask.exp()"),
+    "constants": (
+        "self.register_buffer('mask', torch.full((WIDTH,), float('-inf')))",
+        "h = h + 0 * self.mask.exp()",
+    ),
 }
 
 
@@ -118,7 +125,9 @@ async def test_trainers_with_one_lane_each_find_it_in_the_next_version(tmp_path,
 
 
 @pytest.mark.parametrize(("lanes", "told"), [(4, [0, 1, 0, 0] + [0] * 4), (1, [0, 0])])
-async def test_lanes_of_one_trainer_are_compared_at_once_and_one_lane_has_nothing_to_differ_from(build, lanes, told):
+async def test_lanes_of_one_trainer_are_compared_at_once_and_one_lane_has_nothing_to_differ_from(
+    build, lanes, told
+):
     """Also where the next version is another one, as in asynchronous jobs of several trainers."""
     compute, found = build({"lanes": lanes}, model=model_with(*NO_STATISTICS["hidden"])), []
     for step in range(2):
@@ -140,7 +149,9 @@ async def test_statistics_are_never_told(build, name, width):
         compute.forget_nodes()
         compute.begin_step()
         for lane in range(4):
-            found = await compute.gradient((0, 4), lane, step * 4 + lane, records(2, step * 4 + lane), DoneBlocks())
+            found = await compute.gradient(
+                (0, 4), lane, step * 4 + lane, records(2, step * 4 + lane), DoneBlocks()
+            )
             assert found.warnings == ()
         pulled(compute)
 
@@ -169,7 +180,8 @@ async def test_what_was_left_out_or_belongs_to_another_history_is_not_compared(b
     """A lane with a loss that is not finite; a step that was left out; a trainer that joins again."""
     model = model_with(*NO_STATISTICS["hidden"])
     loss = (
-        "def loss(model, batch):\n    return model(batch['x']).mean() * (float('nan') if len(batch['x']) == 3 else 1)\n"
+        "def loss(model, batch):\n    return model(batch['x']).mean() * (float('nan') if "
+        "len(batch['x']) == 3 else 1)\n"
     )
     compute = build({"lanes": 2, "on_nonfinite": "skip"}, model=model, loss=loss)
     told = []
@@ -179,7 +191,11 @@ async def test_what_was_left_out_or_belongs_to_another_history_is_not_compared(b
         compute.begin_step()
         for lane, size in enumerate(sizes):
             told.extend(
-                (await compute.gradient((lane, lane + 1), lane, number, records(size, number), DoneBlocks())).warnings
+                (
+                    await compute.gradient(
+                        (lane, lane + 1), lane, number, records(size, number), DoneBlocks()
+                    )
+                ).warnings
             )
         then()
 

@@ -1,5 +1,5 @@
-"""One bad record costs its task and nothing else, whatever it does: each kind once, in both modes. Those that end the process are in
-tests/end_to_end/test_deadly_records.py."""
+"""One bad record costs its task and nothing else, whatever it does: each kind once, in both modes. Those that
+end the process are in tests/end_to_end/test_deadly_records.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def raising(error: str) -> str:
 
 # where it is met, the code, what the cause says
 KINDS = {
-    "read_error": ("read", raising("ValueError('broken')"), "item 55 of .* cannot be read: ValueError: broken"),
+    "read_error": (
+        "read",
+        raising("ValueError('broken')"),
+        "item 55 of .* cannot be read: ValueError: broken",
+    ),
     "read_exit": ("read", raising("SystemExit('no such user')"), "SystemExit: no such user"),
     "read_interrupt": ("read", raising("KeyboardInterrupt"), "KeyboardInterrupt"),
     "read_cancelled": ("read", raising("asyncio.CancelledError"), "CancelledError"),

@@ -1,4 +1,5 @@
-"""max_staleness in a whole job with torch: a dead trainer is not waited for, and each minibatch counts once. How old parameters get: tests/simulation."""
+"""max_staleness in a whole job with torch: a dead trainer is not waited for, and each minibatch counts once.
+How old parameters get: tests/simulation."""
 
 from __future__ import annotations
 

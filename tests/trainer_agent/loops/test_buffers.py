@@ -1,4 +1,5 @@
-"""Buffers of the user's model: what forward changes is the mean over lanes, what it does not change keeps its bits and is not sent."""
+"""Buffers of the user's model: what forward changes is the mean over lanes, what it does not change keeps its
+bits and is not sent."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def bits(tensor):
 async def test_buffers_that_forward_leaves_alone_keep_every_bit(tmp_path, mode, lanes, norm):
     """Also beside others in the same block, and in lanes with different numbers of records."""
     script = script_with(tmp_path, norm)
-    spec = spec_for(script, mode=mode, lanes=lanes, block_bytes=4096, records_per_task=7, global_batch_size=16)
+    spec = spec_for(
+        script, mode=mode, lanes=lanes, block_bytes=4096, records_per_task=7, global_batch_size=16
+    )
     async with cluster(spec, 2) as made:
         initial = {name: made.computes["trainer-0-x"].model.get_buffer(name).clone() for name in NAMES}
         assert (await made.ended()).phase is Phase.COMPLETED
@@ -91,10 +94,16 @@ TABLE_BYTES = 4 * 39_999
 
 
 async def pulled_with_a_large_constant(tmp_path, mode, name):
-    """(bytes pulled, number of pulls, what was exported) of a job one of whose trainers dies; another joins."""
+    """(bytes pulled, number of pulls, what was exported) of a job one of whose trainers dies; another
+    joins."""
     script = write_script(tmp_path, model=LARGE)
     spec = spec_for(
-        script, mode=mode, lanes=4 if mode == "sync" else 1, epochs=4, block_bytes=4096, storage=str(tmp_path / name)
+        script,
+        mode=mode,
+        lanes=4 if mode == "sync" else 1,
+        epochs=4,
+        block_bytes=4096,
+        storage=str(tmp_path / name),
     )
     async with cluster(spec, 2) as made:
         (pserver,) = made.pservers
@@ -112,8 +121,12 @@ async def test_a_large_constant_is_pulled_once_by_each_trainer(tmp_path, mode):
     with replaced(calls, "moment_of", lambda *_: None):
         whole, all_pulls, as_ever = await pulled_with_a_large_constant(tmp_path, mode, "whole")
     assert min(pulls, all_pulls) > 20
-    assert whole > (all_pulls - 6) * TABLE_BYTES, "a few were still waiting when their trainer died or was done"
-    assert pulled < 8 * TABLE_BYTES + pulls * 4096, f"{pulls} pulls by three trainers, which joined a few times"
+    assert whole > (all_pulls - 6) * TABLE_BYTES, (
+        "a few were still waiting when their trainer died or was done"
+    )
+    assert pulled < 8 * TABLE_BYTES + pulls * 4096, (
+        f"{pulls} pulls by three trainers, which joined a few times"
+    )
     assert bits(exported["table"]) == bits(as_ever["table"])
     if mode == "sync":
         assert differing(exported, as_ever) == []
@@ -149,10 +162,17 @@ async def test_lanes_that_leave_a_buffer_alone_count_with_its_value(tmp_path):
 
 
 @pytest.mark.parametrize(("trainers", "push_every", "pull_every"), [(1, 1, 1), (3, 1, 1), (2, 3, 2)])
-async def test_integers_of_an_asynchronous_job_count_every_minibatch(tmp_path, trainers, push_every, pull_every):
+async def test_integers_of_an_asynchronous_job_count_every_minibatch(
+    tmp_path, trainers, push_every, pull_every
+):
     script = script_with(tmp_path)
     spec = spec_for(
-        script, mode="async", push_every=push_every, pull_every=pull_every, global_batch_size=3, records_per_task=20
+        script,
+        mode="async",
+        push_every=push_every,
+        pull_every=pull_every,
+        global_batch_size=3,
+        records_per_task=20,
     )
     async with cluster(spec, trainers) as made:
         assert (await made.ended()).phase is Phase.COMPLETED
@@ -163,7 +183,9 @@ async def test_integers_of_an_asynchronous_job_count_every_minibatch(tmp_path, t
 
 
 async def test_also_if_a_trainer_dies(tmp_path):
-    spec = spec_for(script_with(tmp_path), mode="async", push_every=2, global_batch_size=3, records_per_task=20)
+    spec = spec_for(
+        script_with(tmp_path), mode="async", push_every=2, global_batch_size=3, records_per_task=20
+    )
     async with cluster(spec, 2) as made:
         async with asyncio.timeout(30):
             while sum(pserver.store.updates if pserver.store else 0 for pserver in made.pservers) < 40:

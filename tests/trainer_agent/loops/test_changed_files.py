@@ -1,4 +1,5 @@
-"""A file of the dataset that is replaced by one of the same size while the job runs, or before it goes on, is never trained: the job says so."""
+"""A file of the dataset that is replaced by one of the same size while the job runs, or before it goes on, is
+never trained: the job says so."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ REPLACING = """
             path.write_bytes(content[:-8] + bytes([content[-8] ^ 1]) + content[-7:])
         return F.cross_entropy(model(batch["x"]), batch["y"])
 """
-TOLD = r"\.npy is not the file whose records were counted when the job began: it is 2 files with digest \w+, counted was 2 files with digest"
+TOLD = (
+    r"\.npy is not the file whose records were counted when the job began: it is 2 files with digest "
+    r"\w+, counted was 2 files with digest"
+)
 
 
 @pytest.mark.parametrize("mode", [Mode.SYNC, Mode.ASYNC])

@@ -1,4 +1,5 @@
-"""`clip_grad_norm` limits the norm of the whole step's gradient: that of plain PyTorch, and the same bits whoever computes it."""
+"""`clip_grad_norm` limits the norm of the whole step's gradient: that of plain PyTorch, and the same bits
+whoever computes it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from master_service.core.state.series import WholeSteps
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.done_blocks import DoneBlocks
-from tests.trainer_agent.scripts import differing, lane_batches, records, spec_for, train_plainly, write_script
+from tests.trainer_agent.scripts import (
+    differing,
+    lane_batches,
+    records,
+    spec_for,
+    train_plainly,
+    write_script,
+)
 from trainer_agent.script.user_module import load
 from trireme.plain import run
 from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
@@ -57,7 +65,9 @@ def train_full_batches(script, spec) -> dict[str, torch.Tensor]:
     clipped = 0
     for batches in lane_batches(script, spec):
         optimizer.zero_grad()
-        user.call("loss", model, {name: torch.cat([batch[name] for batch in batches]) for name in "xy"}).backward()
+        user.call(
+            "loss", model, {name: torch.cat([batch[name] for batch in batches]) for name in "xy"}
+        ).backward()
         clipped += torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_grad_norm).item() > LIMIT
         optimizer.step()
     assert clipped > 5
@@ -159,4 +169,6 @@ async def test_the_norm_is_a_metric_of_each_step_that_is_clipped_and_of_every_te
     assert list(plain) == list(range(0, steps, 10))
     assert plain[0] == clipped[0] > LIMIT
     assert plain[10] != clipped[10]
-    assert await reported_norms(spec.model_copy(update={"clip_grad_norm": None, "grad_norm_every": 0}), 1) == {}
+    assert (
+        await reported_norms(spec.model_copy(update={"clip_grad_norm": None, "grad_norm_every": 0}), 1) == {}
+    )

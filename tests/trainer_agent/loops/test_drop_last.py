@@ -1,4 +1,5 @@
-"""A minibatch of one record at the end of a file: with BatchNorm an error that says what to do; with drop_last it is left out."""
+"""A minibatch of one record at the end of a file: with BatchNorm an error that says what to do; with
+drop_last it is left out."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def script(folder):
 def test_one_record_with_batch_norm_names_drop_last(tmp_path):
     user = load(script(tmp_path))
     with pytest.raises(
-        UserCodeError, match=r"Expected more than 1 value per channel .*; BatchNorm cannot train .* set drop_last=True"
+        UserCodeError,
+        match=r"Expected more than 1 value per channel .*; BatchNorm cannot train .* set drop_last=True",
     ):
         run(user, plain_spec(user, {"global_batch_size": 59}))
 
@@ -41,9 +43,14 @@ async def test_with_drop_last_it_is_left_out_and_counted(tmp_path, values):
         assert (await made.ended()).phase is Phase.COMPLETED
         assert made.master.job.records_done == 2 * 59
         assert made.master.job.summary().records_left_out == 1
-        told = [event.message for event in made.master.events.after(0, 100) if event.name == "records_left_out"]
+        told = [
+            event.message for event in made.master.events.after(0, 100) if event.name == "records_left_out"
+        ]
     assert told == [
-        "drop_last leaves out 1 of 60 records in each epoch: the ends of files, which do not fill a minibatch of 59"
+        (
+            "drop_last leaves out 1 of 60 records in each epoch: the ends of files, which do not fill "
+            "a minibatch of 59"
+        )
     ]
 
 

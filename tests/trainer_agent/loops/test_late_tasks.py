@@ -1,4 +1,5 @@
-"""A trainer that hangs at the end of an asynchronous epoch: another one gets its task too, and each minibatch counts once."""
+"""A trainer that hangs at the end of an asynchronous epoch: another one gets its task too, and each minibatch
+counts once."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def spec_of(script, **values):
 
 
 def hang_in_its_task(made, hangs: asyncio.Event, goes_on: asyncio.Event) -> None:
-    """From the second minibatch of its second task on: what it has pushed of it already must not count again."""
+    """From the second minibatch of its second task on: what it has pushed of it already must not count
+    again."""
     compute = made.computes[HANGS]
     original, begun = compute.gradient, 0
 
@@ -72,7 +74,9 @@ def only_its_tasks_are_left(made) -> bool:
 
 
 @pytest.mark.parametrize("push_every", [1, 2])
-async def test_the_tasks_of_a_trainer_that_hangs_at_the_end_of_an_epoch_are_done_by_another(tmp_path, push_every):
+async def test_the_tasks_of_a_trainer_that_hangs_at_the_end_of_an_epoch_are_done_by_another(
+    tmp_path, push_every
+):
     spec = spec_of(write_script(tmp_path), push_every=push_every)
     async with cluster(spec, 2) as made:
         hangs, goes_on = asyncio.Event(), asyncio.Event()
@@ -85,7 +89,9 @@ async def test_the_tasks_of_a_trainer_that_hangs_at_the_end_of_an_epoch_are_done
         assert await ledgers(made) == [(MINIBATCHES, MINIBATCHES, 0)] * spec.pservers
         found = given_twice(made)
         assert found
-        assert {(event.fields["late"], event.fields["trainer"]) for event in found} == {(HANGS, "trainer-0-x")}
+        assert {(event.fields["late"], event.fields["trainer"]) for event in found} == {
+            (HANGS, "trainer-0-x")
+        }
         assert len({event.fields["task"] for event in found}) == len(found) <= 2, (
             "the one it trains and the one it fetched ahead"
         )

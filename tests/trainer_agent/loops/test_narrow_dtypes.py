@@ -1,4 +1,5 @@
-"""Gradients and parameters that travel as bfloat16 or float16: what stays exact, what is lost, and what gets through."""
+"""Gradients and parameters that travel as bfloat16 or float16: what stays exact, what is lost, and what gets
+through."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ async def with_faults(spec) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("gradients", "parameters"), BOTH)
-async def test_synchronous_bits_depend_neither_on_the_number_of_trainers_nor_on_kills(tmp_path, gradients, parameters):
+async def test_synchronous_bits_depend_neither_on_the_number_of_trainers_nor_on_kills(
+    tmp_path, gradients, parameters
+):
     script = write_script(tmp_path)  # with BatchNorm: float32 and int64 buffers beside the parameters
 
     def spec(name, **values):
@@ -103,7 +106,8 @@ def optimizer(model):
 
 
 async def moved(tmp_path, **values) -> tuple[float, int]:
-    """How far a gradient of 1e-8 in each minibatch has moved the parameter, and how many minibatches there were."""
+    """How far a gradient of 1e-8 in each minibatch has moved the parameter, and how many minibatches there
+    were."""
     empty = dict.fromkeys(("model", "loss", "optimizer"), "")
     script = write_script(tmp_path, **empty, drift=DRIFT)
     common = {"mode": Mode.ASYNC, "global_batch_size": 3, "records_per_task": 20, "gradient_dtype": "float16"}
@@ -116,7 +120,8 @@ async def moved(tmp_path, **values) -> tuple[float, int]:
 async def test_what_a_cast_leaves_out_gets_through_with_the_next_pushes(tmp_path):
     """float16 has nothing between 0 and 6e-8: 1e-8 is rounded to 0 each time."""
     far, minibatches = await moved(tmp_path)
-    assert abs(far - minibatches * 1e-8) <= 2**-25  # half of the smallest step, which is still with the trainer
+    # half of the smallest step, which is still with the trainer
+    assert abs(far - minibatches * 1e-8) <= 2**-25
 
 
 async def test_without_error_feedback_gradients_below_the_smallest_step_are_lost_for_ever(tmp_path):
@@ -142,7 +147,12 @@ async def test_a_killed_trainer_takes_at_most_one_rounding_error_with_it(tmp_pat
 async def test_asynchronous_training_with_both_narrowed_pulls_what_everybody_pulls(tmp_path):
     script = write_script(tmp_path)
     spec = spec_for(
-        script, mode="async", global_batch_size=6, pservers=2, gradient_dtype="bfloat16", parameter_dtype="float16"
+        script,
+        mode="async",
+        global_batch_size=6,
+        pservers=2,
+        gradient_dtype="bfloat16",
+        parameter_dtype="float16",
     )
     async with cluster(spec, 2) as made:
         assert (await made.ended()).phase is Phase.COMPLETED
@@ -153,7 +163,9 @@ async def test_asynchronous_training_with_both_narrowed_pulls_what_everybody_pul
 
 def test_error_feedback_in_synchronous_mode_is_refused(tmp_path):
     script = write_script(tmp_path)
-    with pytest.raises(ValidationError, match="error_feedback is True, which only asynchronous jobs can have"):
+    with pytest.raises(
+        ValidationError, match="error_feedback is True, which only asynchronous jobs can have"
+    ):
         spec_for(script, gradient_dtype="bfloat16", error_feedback=True)
     with pytest.raises(ValidationError, match="'float32', 'bfloat16' or 'float16'"):
         spec_for(script, gradient_dtype="float8")
@@ -166,19 +178,23 @@ async def ends(script, **values) -> JobState:
 
 @pytest.mark.parametrize("lanes", [1, 4])
 async def test_a_gradient_beyond_float16_fails_the_task_with_what_to_do(tmp_path, lanes):
-    script = write_script(tmp_path, loss="def loss(model, batch):\n    return model(batch['x']).sum() * 1e6\n")
+    script = write_script(
+        tmp_path, loss="def loss(model, batch):\n    return model(batch['x']).sum() * 1e6\n"
+    )
     state = await ends(script, gradient_dtype="float16", max_user_failures=1, lanes=lanes)
     assert state.phase is Phase.FAILED
     assert state.failure is not None
-    assert "does not fit float16, which ends at 65504; use gradient_dtype bfloat16, or scale the loss down" in (
-        state.failure.message
+    assert (
+        "does not fit float16, which ends at 65504; use gradient_dtype bfloat16, or scale the loss down"
+        in (state.failure.message)
     )
 
 
 async def test_a_parameter_beyond_float16_fails_the_job_with_what_to_do(tmp_path):
     script = write_script(
         tmp_path,
-        model="def model():\n    found = nn.Linear(5, 3)\n    nn.init.constant_(found.weight, 1e5)\n    return found\n",
+        model="def model():\n    found = nn.Linear(5, 3)\n    nn.init.constant_(found.weight, 1e5)\n    "
+        "return found\n",
     )
     state = await ends(script, parameter_dtype="float16", max_user_failures=1)
     assert state.phase is Phase.FAILED

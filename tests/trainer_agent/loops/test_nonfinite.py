@@ -1,4 +1,5 @@
-"""Losses and gradients that are NaN or infinite: the job fails before they are pushed, or leaves the minibatch out, or trains it."""
+"""Losses and gradients that are NaN or infinite: the job fails before they are pushed, or leaves the
+minibatch out, or trains it."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ async def ended(spec, trainers=1):
         state = await made.ended()
         blocks = [block for pserver in made.pservers for block in pserver.store.blocks.values()]
         kinds = made.pservers[0].store.layout.segments
-        parameters = [block.current.tensor.clone() for block in blocks if kinds[block.place.segment].kind == "param"]
+        parameters = [
+            block.current.tensor.clone() for block in blocks if kinds[block.place.segment].kind == "param"
+        ]
         exported = made.exported() if state.phase is Phase.COMPLETED else {}
     return state, parameters, exported
 
@@ -88,13 +91,19 @@ async def test_an_asynchronous_job_fails_too(tmp_path, kind):
 
 @pytest.mark.parametrize("clip_lane_norm", [None, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_skipped_minibatches_change_nothing_and_any_number_of_trainers_agrees(tmp_path, kind, clip_lane_norm):
+async def test_skipped_minibatches_change_nothing_and_any_number_of_trainers_agrees(
+    tmp_path, kind, clip_lane_norm
+):
     """With one lane: as if the step had been left out."""
     script = script_with(tmp_path, kind)
     found = []
     for trainers in (1, 2):
         spec = spec_for(
-            script, **COMMON, on_nonfinite="skip", clip_lane_norm=clip_lane_norm, storage=str(tmp_path / f"{trainers}")
+            script,
+            **COMMON,
+            on_nonfinite="skip",
+            clip_lane_norm=clip_lane_norm,
+            storage=str(tmp_path / f"{trainers}"),
         )
         async with cluster(spec, trainers) as made:
             state = await made.ended()

@@ -1,4 +1,5 @@
-"""Where blocks and parameters end shows in no bit: 16-bit models and fused kernels train as in plain PyTorch, with either strategy."""
+"""Where blocks and parameters end shows in no bit: 16-bit models and fused kernels train as in plain PyTorch,
+with either strategy."""
 
 from __future__ import annotations
 
@@ -56,5 +57,7 @@ async def test_16_bit_models_have_the_same_bits_with_any_number_of_members(tmp_p
     assert {value.dtype for value in alone.values()} == {torch.bfloat16}
     many = spec_for(script, **values, pservers=3, storage=str(tmp_path / "many"))
     assert differing(await cluster.trained(many, 3), alone) == []
-    ring = spec_for(script, **values, strategy=Strategy.COLLECTIVE, pservers=0, storage=str(tmp_path / "ring"))
+    ring = spec_for(
+        script, **values, strategy=Strategy.COLLECTIVE, pservers=0, storage=str(tmp_path / "ring")
+    )
     assert differing(await collective.trained(ring, 3), alone) == []

@@ -1,4 +1,5 @@
-"""`precision = "bf16"`: plain PyTorch under autocast, in a trainer, in a loop of one's own and in one process; the same bits whoever computes."""
+"""`precision = "bf16"`: plain PyTorch under autocast, in a trainer, in a loop of one's own and in one
+process; the same bits whoever computes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ EVALUATED = """
         assert out.dtype is torch.bfloat16
         return {"loss": F.cross_entropy(out, batch["y"]) * len(out), "records": len(out)}
 """
-FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "pservers": 2, "epochs": 3, "precision": "bf16"}
+FOUR = {
+    "lanes": 4,
+    "global_batch_size": 12,
+    "records_per_task": 6,
+    "pservers": 2,
+    "epochs": 3,
+    "precision": "bf16",
+}
 
 
 async def test_one_lane_has_the_bits_of_plain_pytorch_under_autocast(tmp_path):
@@ -40,7 +48,9 @@ async def test_a_loop_of_ones_own_has_the_same_bits(tmp_path):
 
 
 async def test_one_process_has_the_same_bits_and_evaluates_in_the_same_precision(tmp_path):
-    script = write_script(tmp_path, evaluate=EVALUATED, evaluation="def evaluation_dataset():\n    return dataset()\n")
+    script = write_script(
+        tmp_path, evaluate=EVALUATED, evaluation="def evaluation_dataset():\n    return dataset()\n"
+    )
     spec = spec_for(script, precision="bf16", evaluation_dataset=spec_for(script).dataset)
     result = run(load(script), spec)
     async with cluster(spec, 1) as made:
@@ -70,7 +80,9 @@ async def test_backward_and_what_follows_is_not_under_autocast(build):
 
 def test_a_model_without_float32_parameters_is_refused(build):
     model = "def model():\n    return nn.Linear(5, 3).bfloat16()\n"
-    with pytest.raises(InvalidArgument, match="float32 parameters in bfloat16, and those of the model are bfloat16"):
+    with pytest.raises(
+        InvalidArgument, match="float32 parameters in bfloat16, and those of the model are bfloat16"
+    ):
         build({"precision": "bf16"}, model=model)
 
 

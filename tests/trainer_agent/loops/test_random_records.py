@@ -1,5 +1,5 @@
-"""Training has the same bits whether it is evaluated or not, and whoever reads and computes, also when records and evaluations draw random
-numbers or seed the generators."""
+"""Training has the same bits whether it is evaluated or not, and whoever reads and computes, also when
+records and evaluations draw random numbers or seed the generators."""
 
 from __future__ import annotations
 
@@ -51,10 +51,14 @@ def job(folder, name, *, evaluates, **values):
     script = write_script(
         folder,
         name,
-        dataset=ITEMS + "\n    def dataset(): return Augmented()\n    def evaluation_dataset(): return Seeding()\n",
+        dataset=ITEMS
+        + "\n    def dataset(): return Augmented()\n    def evaluation_dataset(): return Seeding()\n",
         evaluate=EVALUATE,
     )
-    held_out = {"evaluation_dataset": MapStyle(f"{name}:evaluation_dataset", records=HELD_OUT), "evaluate_every": 2}
+    held_out = {
+        "evaluation_dataset": MapStyle(f"{name}:evaluation_dataset", records=HELD_OUT),
+        "evaluate_every": 2,
+    }
     return spec_for(
         script,
         dataset=MapStyle(f"{name}:dataset", records=RECORDS),
@@ -72,7 +76,8 @@ async def test_evaluations_of_a_collective_job_do_not_show_in_the_bits(tmp_path)
 
 
 async def trained_while_evaluating(spec: JobSpec, held_out: MapStyle) -> dict[str, torch.Tensor]:
-    """By two trainers, one of which evaluates all the time; these parameter servers save no versions, which `evaluate_every` needs."""
+    """By two trainers, one of which evaluates all the time; these parameter servers save no versions, which
+    `evaluate_every` needs."""
 
     async def evaluate(made: TorchCluster) -> None:
         reader, compute = open_dataset(held_out, spec.seed), made.computes["trainer-0-x"]
@@ -111,7 +116,8 @@ async def test_plain_training_has_the_bits_of_one_lane_with_and_without_evaluati
 async def test_a_loop_of_ones_own_draws_between_its_batches_what_the_step_says(tmp_path):
     (tmp_path / "random_items.py").write_text("import torch\n" + textwrap.dedent(ITEMS))
     drawing = {
-        "head": "import random, torch, trireme\nimport numpy as np\nfrom torch import nn\nfrom torch.nn import functional as F\n",
+        "head": "import random, torch, trireme\nimport numpy as np\nfrom torch import nn\nfrom torch.nn "
+        "import functional as F\n",
         "prepare": f"""
             dataset = trireme.data.MapStyle("random_items:Augmented", records={RECORDS})
             model, optimizer, batches = trireme.prepare(
@@ -138,10 +144,16 @@ async def test_a_loop_of_ones_own_draws_between_its_batches_what_the_step_says(t
 
 
 async def test_a_generator_of_ones_own_is_an_event_of_a_job_that_nobody_tried_before(tmp_path):
-    loss = "def loss(model, batch):\n    return F.cross_entropy(model(batch['x'] + RNG.random()), batch['y'])\n"
-    script = write_script(tmp_path, "random_untried", own="import random\nRNG = random.Random(0)\n", loss=loss)
+    loss = (
+        "def loss(model, batch):\n    return F.cross_entropy(model(batch['x'] + RNG.random()), batch['y'])\n"
+    )
+    script = write_script(
+        tmp_path, "random_untried", own="import random\nRNG = random.Random(0)\n", loss=loss
+    )
     async with cluster(spec_for(script), 1) as made:
         assert (await made.ended()).phase is Phase.COMPLETED
         told = [event.message for event in made.master.events.after(0, 1000) if event.name == "warning"]
     assert len(told) == 1
-    assert "RNG of random_untried.py is a random generator of the script's own; each trainer of a job" in told[0]
+    assert (
+        "RNG of random_untried.py is a random generator of the script's own; each trainer of a job" in told[0]
+    )

@@ -1,4 +1,5 @@
-"""Every record of every kind of dataset is trained exactly once, though a trainer is killed: the model counts the records it was given."""
+"""Every record of every kind of dataset is trained exactly once, though a trainer is killed: the model counts
+the records it was given."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ KINDS = {
     "iterable_style": ('IterableStyle("{module}:Stream", records=24)', None, 'batch["id"]'),
     "custom_in_script": ('Custom("ids", reader="{module}:rows")', None, 'batch["id"]'),
     "tfrecord": ('TFRecord("{folder}/ids.tfrecord")', copied("ids.tfrecord"), 'batch["id"]'),
-    "recordio": ('RecordIO("{folder}/ids.recordio")', recordio, 'torch.tensor([int(b) for b in batch["bytes"]])'),
+    "recordio": (
+        'RecordIO("{folder}/ids.recordio")',
+        recordio,
+        'torch.tensor([int(b) for b in batch["bytes"]])',
+    ),
     "hugging_face": (
         'HuggingFace("{folder}/ids_hf", split="train")',
         lambda folder: shutil.copytree(MADE / "ids_hf", folder / "ids_hf"),

@@ -1,7 +1,9 @@
-"""Records that make backward raise after part of a lane's gradient was pushed: no step may mix them with what replaces them.
+"""Records that make backward raise after part of a lane's gradient was pushed: no step may mix them with what
+replaces them.
 
-The task is tried again, discarded, and the lane goes on with its next task, in the same step. Blocks that had been given the
-discarded data keep it, the others would get the replacement's: such a step must never be trained on.
+The task is tried again, discarded, and the lane goes on with its next task, in the same step. Blocks that had
+been given the discarded data keep it, the others would get the replacement's: such a step must never be
+trained on.
 """
 
 from __future__ import annotations

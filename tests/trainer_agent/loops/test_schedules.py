@@ -1,4 +1,5 @@
-"""A scheduler that is stepped after each epoch: as in plain PyTorch's loop, for one lane and for many, whoever dies."""
+"""A scheduler that is stepped after each epoch: as in plain PyTorch's loop, for one lane and for many,
+whoever dies."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ async def test_the_rate_changes_with_the_first_step_of_an_epoch(tmp_path):
 
 
 def test_a_plateau_follows_evaluations_one_evaluation_later(tmp_path):
-    """As a loop written by hand does it that evaluates each 3rd version and tells the scheduler at the next one."""
+    """As a loop written by hand does it that evaluates each 3rd version and tells the scheduler at the next
+    one."""
     plateau = "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)"
     script = write_script(
         tmp_path,

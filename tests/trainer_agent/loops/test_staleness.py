@@ -1,4 +1,5 @@
-"""Asynchronous jobs whose pushes step with a rate by their age: the bits of the same loop in plain PyTorch, and each minibatch once."""
+"""Asynchronous jobs whose pushes step with a rate by their age: the bits of the same loop in plain PyTorch,
+and each minibatch once."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PLAIN = {"model": "def model():\n    return nn.Sequential(nn.Linear(5, 16), nn.T
 
 
 def one_trainer_in_plain_pytorch(script, spec, *, modulated=True) -> dict[str, torch.Tensor]:
-    """It computes `pull_every` minibatches with one set of parameters; each of its pushes makes those older by one version."""
+    """It computes `pull_every` minibatches with one set of parameters; each of its pushes makes those older
+    by one version."""
     user = load(script)
     torch.manual_seed(spec.seed)
     model = user.call("model")
@@ -37,10 +39,14 @@ def one_trainer_in_plain_pytorch(script, spec, *, modulated=True) -> dict[str, t
         for number in range(minibatches_in(count, spec.minibatch_size)):
             if done % spec.pull_every == 0:
                 seen.load_state_dict(model.state_dict())
-            chosen = first + minibatch_indices(spec.seed, 0, task, count, spec.minibatch_size, number, shuffle=True)
+            chosen = first + minibatch_indices(
+                spec.seed, 0, task, count, spec.minibatch_size, number, shuffle=True
+            )
             torch.manual_seed(step_seed(spec.seed, done, 0))
             seen.zero_grad()
-            user.call("loss", seen, {"x": torch.from_numpy(x[chosen]), "y": torch.from_numpy(y[chosen])}).backward()
+            user.call(
+                "loss", seen, {"x": torch.from_numpy(x[chosen]), "y": torch.from_numpy(y[chosen])}
+            ).backward()
             for own, computed in zip(model.parameters(), seen.parameters(), strict=True):
                 own.grad = computed.grad.clone()
             optimizer.param_groups[0]["lr"] = rate / max(1, done % spec.pull_every) if modulated else rate
@@ -50,7 +56,9 @@ def one_trainer_in_plain_pytorch(script, spec, *, modulated=True) -> dict[str, t
 
 
 @pytest.mark.parametrize("modulated", [True, False])
-async def test_one_trainer_that_pulls_seldom_gives_the_bits_of_plain_pytorch_with_the_same_rates(tmp_path, modulated):
+async def test_one_trainer_that_pulls_seldom_gives_the_bits_of_plain_pytorch_with_the_same_rates(
+    tmp_path, modulated
+):
     script = write_script(tmp_path, **PLAIN)
     spec = spec_of(script, push_every=1, pull_every=4, epochs=1, lr_staleness_modulation=modulated)
     async with cluster(spec, 1) as made:
@@ -60,7 +68,9 @@ async def test_one_trainer_that_pulls_seldom_gives_the_bits_of_plain_pytorch_wit
     assert differing(exported, one_trainer_in_plain_pytorch(script, spec, modulated=not modulated)) != []
 
 
-async def test_each_minibatch_counts_once_for_blocks_and_rows_although_trainers_are_killed(tmp_path, monkeypatch):
+async def test_each_minibatch_counts_once_for_blocks_and_rows_although_trainers_are_killed(
+    tmp_path, monkeypatch
+):
     ahead, apply = [], TableRows.apply
 
     def applied(self, ids, gradients, count, lane_zero, versions):

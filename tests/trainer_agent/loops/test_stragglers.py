@@ -18,7 +18,9 @@ from trireme_shared.serving.core.store import missing_lanes
 
 EPOCHS = 6
 COMMON = {"lanes": 8, "epochs": EPOCHS, "rebalance_s": 3600}
-MODEL = "def model():\n    return nn.Sequential(nn.Linear(5, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 3))\n"
+MODEL = (
+    "def model():\n    return nn.Sequential(nn.Linear(5, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 3))\n"
+)
 LATE, STEPS = "trainer-2-x", 10
 
 
@@ -170,7 +172,8 @@ async def test_an_error_at_a_helper_is_no_failure_of_the_task(tmp_path):
 
 
 async def test_lanes_move_to_faster_trainers_and_back(tmp_path):
-    """There are fewer tasks than lanes, so all lanes of the late trainer are without records. It keeps every step open all the same."""
+    """There are fewer tasks than lanes, so all lanes of the late trainer are without records. It keeps every
+    step open all the same."""
     script = write_script(tmp_path, model=MODEL)
     expected = await trained(spec_for(script, **COMMON, storage=str(tmp_path / "alone")))
     usual_s, late_s = 0.04, 0.12

@@ -1,4 +1,5 @@
-"""Synchronous training gives the bits of plain PyTorch with one lane, and the same bits whoever computes the lanes."""
+"""Synchronous training gives the bits of plain PyTorch with one lane, and the same bits whoever computes the
+lanes."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ async def test_training_goes_on_with_the_tasks_at_hand_while_the_master_is_away(
 
 
 async def test_the_end_of_training_is_announced_for_a_lane_that_is_its_trainers_now(tmp_path):
-    """The master is told of no finished task, and all lanes move between the last version and the announcement."""
+    """The master is told of no finished task, and all lanes move between the last version and the
+    announcement."""
     common = {"lanes": 2, "global_batch_size": 4, "records_per_task": 30, "epochs": 1}
     script = write_script(tmp_path)
     undisturbed = await trained(spec_for(script, **common, storage=str(tmp_path / "a")))

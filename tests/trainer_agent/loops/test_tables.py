@@ -1,4 +1,5 @@
-"""Embedding tables on parameter servers: the bits of one process, whoever computes, and whoever owns the rows."""
+"""Embedding tables on parameter servers: the bits of one process, whoever computes, and whoever owns the
+rows."""
 
 from __future__ import annotations
 
@@ -103,7 +104,9 @@ async def test_the_bits_do_not_depend_on_how_many_trainers_and_parameter_servers
     script = write_script(tmp_path, model=MODEL)
     expected = None
     for trainers, pservers in ((1, 1), (2, 3), (3, 2)):
-        spec = spec_for(script, lanes=4, records_per_task=8, pservers=pservers, storage=str(tmp_path / f"s{trainers}"))
+        spec = spec_for(
+            script, lanes=4, records_per_task=8, pservers=pservers, storage=str(tmp_path / f"s{trainers}")
+        )
         found = await trained(spec, trainers)
         expected = expected or found
         assert_same(found, expected)
@@ -122,7 +125,9 @@ def requests(monkeypatch):
     return asked
 
 
-async def test_rows_that_the_script_names_come_in_one_request_a_minibatch_and_change_no_bit(tmp_path, requests):
+async def test_rows_that_the_script_names_come_in_one_request_a_minibatch_and_change_no_bit(
+    tmp_path, requests
+):
     """Also where collate draws random numbers and reports metrics."""
     script = write_script(tmp_path, model=MODEL, collate=COLLATE, ids=IDS)
     spec = spec_for(script, records_per_task=24)
@@ -167,7 +172,9 @@ async def test_rows_of_the_next_step_are_asked_for_before_its_version_is_there(t
     assert sum(early) >= 2
 
 
-async def test_rows_that_the_script_does_not_name_are_asked_for_and_it_is_said_once(tmp_path, requests, capsys):
+async def test_rows_that_the_script_does_not_name_are_asked_for_and_it_is_said_once(
+    tmp_path, requests, capsys
+):
     half = IDS.replace('"tag": found[:, 1:4]', '"tag": found[:4, 1:2]')
     script = write_script(tmp_path, model=MODEL, ids=half)
     spec = spec_for(script, epochs=1)
@@ -191,7 +198,9 @@ async def test_a_killed_trainer_leaves_no_trace_in_the_rows(tmp_path):
     script = write_script(tmp_path, model=MODEL)
     spec = spec_for(script, lanes=4, records_per_task=8, pservers=2, epochs=3)
     expected = await trained(spec)
-    assert_same(await trained(spec.model_copy(update={"storage": str(tmp_path / "other")}), 2, kill=True), expected)
+    assert_same(
+        await trained(spec.model_copy(update={"storage": str(tmp_path / "other")}), 2, kill=True), expected
+    )
 
 
 async def test_clipped_gradients_wait_for_their_norm_though_the_rows_are_stepped(tmp_path):
@@ -212,7 +221,9 @@ async def test_rows_that_travel_narrow_are_rounded_in_the_same_way_whoever_compu
     narrow = {"gradient_dtype": dtype, "parameter_dtype": dtype, "epochs": 1, "lanes": 4}
     script = write_script(tmp_path, model=MODEL, ids=IDS)
     found = [
-        await trained(spec_for(script, pservers=members, storage=str(tmp_path / f"s{members}"), **narrow), members)
+        await trained(
+            spec_for(script, pservers=members, storage=str(tmp_path / f"s{members}"), **narrow), members
+        )
         for members in (1, 3)
     ]
     assert_same(*found)
@@ -225,7 +236,8 @@ async def test_rows_that_travel_narrow_are_rounded_in_the_same_way_whoever_compu
 async def test_a_gradient_of_rows_beyond_float16_fails_the_task_with_what_to_do(tmp_path):
     steep = PARTS["loss"].replace("F.cross_entropy", "1e8 * F.cross_entropy")
     script = write_script(tmp_path, model=MODEL, loss=steep)
-    values = {"gradient_dtype": "float16", "clip_lane_norm": 1e-3, "max_user_failures": 1}  # rows are not clipped
+    # rows are not clipped
+    values = {"gradient_dtype": "float16", "clip_lane_norm": 1e-3, "max_user_failures": 1}
     async with cluster(spec_for(script, **values), 1) as job:
         state = await job.ended()
     assert state.phase is Phase.FAILED
@@ -289,7 +301,9 @@ async def test_rows_follow_the_scheduler_at_every_parameter_server(tmp_path):
         await trained(spec, 2)
         write_tables(plain.run(load(script), spec).tables.stored(), str(tmp_path / name))
         files = {table: f"tables/{table}.safetensors" for table in ("user", "tag")}
-        found[name] = {table: (Path(spec.storage) / "export" / path).read_bytes() for table, path in files.items()}
+        found[name] = {
+            table: (Path(spec.storage) / "export" / path).read_bytes() for table, path in files.items()
+        }
         assert found[name] == {table: (tmp_path / name / path).read_bytes() for table, path in files.items()}
     assert found["follow"]["user"] != found["constant"]["user"]
 
@@ -303,7 +317,9 @@ async def test_a_table_that_is_too_large_for_a_trainer_is_left_out_of_the_export
     async with cluster(spec, 1) as job:
         state = await job.ended()
         assert state.phase is Phase.COMPLETED, state
-        sizes = {name: len(tables_of(job)[name][0]) * (8 + 4 * dim) for name, dim in (("tag", 3), ("user", 4))}
+        sizes = {
+            name: len(tables_of(job)[name][0]) * (8 + 4 * dim) for name, dim in (("tag", 3), ("user", 4))
+        }
         assert sizes["user"] <= 400 < sizes["tag"]
         assert files_of(spec, state).keys() == {"user"}
     said = capsys.readouterr().err

@@ -70,7 +70,9 @@ async def test_a_model_that_cannot_be_written_fails_the_job_with_the_place_and_t
     assert state.failure.message.startswith(f"the model cannot be written to {tmp_path}/storage/export: ")
 
 
-async def test_what_a_machine_lacks_for_long_ends_the_trainer_with_the_cause_and_no_task_fails(tmp_path, monkeypatch):
+async def test_what_a_machine_lacks_for_long_ends_the_trainer_with_the_cause_and_no_task_fails(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("trainer_agent.waiting.FIRST_S", 0.001)
     monkeypatch.setattr("trainer_agent.tasks.source.READ_LIMIT_S", 0.01)
     items = """
@@ -84,7 +86,9 @@ async def test_what_a_machine_lacks_for_long_ends_the_trainer_with_the_cause_and
     spec = spec_for(script, dataset=MapStyle("full_machine:dataset", records=60), max_discarded_fraction=0.5)
     async with cluster(spec, 1) as made:
         (outcome,) = [await asyncio.wait_for(task, 20) for task in made.running.values()]
-        told = [event.message for event in made.master.job.events.after(0, 100) if event.name == "user_failure"]
+        told = [
+            event.message for event in made.master.job.events.after(0, 100) if event.name == "user_failure"
+        ]
         discarded = made.master.job.training.discarded
     assert isinstance(outcome, ResourceExhausted)
     assert not discarded

@@ -44,7 +44,11 @@ async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(t
             outcome = await asyncio.wait_for(made.running[f"stranger-{number}"], 20)
             assert isinstance(outcome, LayoutMismatch)
         told = [event.message for event in made.master.events.after(0, 1000)]
-        assert not [message for message in told if "stranger" in message and ("joined" in message or "gone" in message)]
+        assert not [
+            message
+            for message in told
+            if "stranger" in message and ("joined" in message or "gone" in message)
+        ]
         assert (await made.ended()).generation == 1, "nobody has joined or left"
         assert made.directory.state.phase is Phase.COMPLETED
 
@@ -54,7 +58,9 @@ def test_a_layout_mismatch_says_what_differs(tmp_path):
     with ThreadPoolExecutor(1) as executor:
         mine = TorchCompute(load(script), spec_for(script), executor).layout
         check_layout(mine, mine)
-        other = write_script(tmp_path, name="script_other", model="def model():\n    return nn.Linear(5, 3)\n")
+        other = write_script(
+            tmp_path, name="script_other", model="def model():\n    return nn.Linear(5, 3)\n"
+        )
         theirs = TorchCompute(load(other), spec_for(other, block_bytes=512), executor).layout
     with pytest.raises(LayoutMismatch) as raised:
         check_layout(mine, theirs)
@@ -145,7 +151,8 @@ async def test_initialising_is_finished_by_another_trainer_when_the_first_one_di
 
 @pytest.mark.parametrize("late", ["from the start", "meanwhile"])
 async def test_initial_values_are_published_for_the_state_that_etcd_has(tmp_path, late):
-    """A job may start over, with another slot map, before a trainer sees it: its values would be of a timeline that is over."""
+    """A job may start over, with another slot map, before a trainer sees it: its values would be of a
+    timeline that is over."""
     spec, keys = spec_for(write_script(tmp_path), pservers=1), Keys("late")
     etcd = Etcd(SimulatedEtcd().transport("trainer"))
     directory = Directory(etcd, keys)
@@ -212,7 +219,9 @@ def test_a_model_whose_parts_are_in_another_order_is_told_so_with_what_to_do(tmp
         layout_of(write_script(tmp_path, name=f"script_{n}", model=TOWERS.format(names=order)))
         for n, order in enumerate(names)
     )
-    with pytest.raises(LayoutMismatch, match="the parameters and buffers of the job's, but in another order") as raised:
+    with pytest.raises(
+        LayoutMismatch, match="the parameters and buffers of the job's, but in another order"
+    ) as raised:
         check_layout(mine, job)
     assert "made from a set of names" in raised.value.hint
     assert "PYTHONHASHSEED (it is 7 here)" in raised.value.hint
@@ -268,7 +277,8 @@ def test_constants_of_ones_own_are_refused_by_name_with_both_values(tmp_path, mo
         check_layout(*layouts)
     assert f"{name} (digest {mine[name]}, the job has {job[name]})" in raised.value.message
     assert "must give the same values on every host" in raised.value.hint
-    check_layout(layouts[0].model_copy(update={"constants": None}), layouts[1])  # a layout of an earlier version
+    # a layout of an earlier version
+    check_layout(layouts[0].model_copy(update={"constants": None}), layouts[1])
 
 
 def test_very_many_constants_are_compared_in_runs(tmp_path):
@@ -283,12 +293,16 @@ def test_very_many_constants_are_compared_in_runs(tmp_path):
         for value in (1, 2)
     )
     assert len(mine.constants) <= MOST_CONSTANTS
-    with pytest.raises(LayoutMismatch, match=r"constants than the job began with: 0.70.weight to 0.\S+ \(digest"):
+    with pytest.raises(
+        LayoutMismatch, match=r"constants than the job began with: 0.70.weight to 0.\S+ \(digest"
+    ):
         check_layout(mine, job)
 
 
 @pytest.mark.parametrize("strategy", Strategy)
-async def test_a_trainer_with_other_constants_is_turned_away_before_it_trains(tmp_path, monkeypatch, strategy):
+async def test_a_trainer_with_other_constants_is_turned_away_before_it_trains(
+    tmp_path, monkeypatch, strategy
+):
     more = "with torch.no_grad(): self.features.weight.mul_(float(os.environ['PLACE']))"
     script = write_script(tmp_path, model=CONSTANTS.format(more=more))
     monkeypatch.setenv("PLACE", "1")

@@ -47,12 +47,15 @@ def told(
     vouched: bool = False,
     times: int = 1,
 ) -> Reports:
-    """What is reported after `held_s` without a turn of the event loop, in which the process used so much of a processor."""
+    """What is reported after `held_s` without a turn of the event loop, in which the process used so much of
+    a processor."""
     reports, spent = Reports(), [0.0]
 
     async def main() -> None:
         etcd = Etcd(SimulatedEtcd().transport("trainer"))
-        membership = Membership(etcd, TrainerMember(trainer="trainer-0-x", url="", incarnation="x", host="h", pid=1))
+        membership = Membership(
+            etcd, TrainerMember(trainer="trainer-0-x", url="", incarnation="x", host="h", pid=1)
+        )
         await membership.register(Keys("j"), TTL_S)
         process, port = Process("trainer-0"), reports
         life: Any = Life(etcd, "trainer-0-x", port)  # type: ignore[arg-type]
@@ -85,7 +88,8 @@ def test_records_at_which_the_lease_was_lost_are_named_and_counted_as_a_death_th
     [(task, report)] = told(tmp_path, 15.0).tasks
     assert (task, report.died_at, report.epoch, report.failure.error_type) == ("7", READING, 0, KEPT)
     assert report.failure.message.startswith(
-        "trainer-0 lost its lease: its Python interpreter was kept for 15 s while it read the records of task 7 (train.json records 0-63); "
+        "trainer-0 lost its lease: its Python interpreter was kept for 15 s while it read the "
+        "records of task 7 (train.json records 0-63); "
     )
 
 
@@ -114,7 +118,9 @@ def test_nobody_is_blamed(tmp_path: Path, held_s: float, more: dict[str, Any]) -
     assert (reports.tasks, reports.failures) == ([], [])
 
 
-def test_the_sign_of_life_has_the_lease_and_is_gone_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sign_of_life_has_the_lease_and_is_gone_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(life_sign.FILE, str(tmp_path / "life"))
     file = life_sign.LifeFile()
     file.write(12, 5.0)

@@ -1,4 +1,5 @@
-"""The tree over lanes has the same bits whether a node is computed by a trainer's GPU or by a parameter server's CPU."""
+"""The tree over lanes has the same bits whether a node is computed by a trainer's GPU or by a parameter
+server's CPU."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ def test_parameters_are_views_that_start_on_64_bytes_and_do_not_overlap(build):
     compute = build()
     places = sorted(compute.plan.parameters, key=lambda place: (place.segment, place.first))
     assert all(
-        one.first + one.elements <= other.first for one, other in pairwise(places) if one.segment == other.segment
+        one.first + one.elements <= other.first
+        for one, other in pairwise(places)
+        if one.segment == other.segment
     )
     assert all(parameter.data_ptr() % ALIGNMENT_BYTES == 0 for parameter in compute.model.parameters())
     before = [parameter.clone() for parameter in compute.model.parameters()]
@@ -50,7 +52,9 @@ def test_every_element_lies_in_exactly_the_blocks_that_its_place_names(shapes, b
     for number, place in enumerate(found.parameters):
         vector.view(place).fill_(number + 1)
     for number, place in enumerate(found.parameters):
-        touched = [block.number for block in found.blocks if (vector.blocks[block.number] == number + 1).any()]
+        touched = [
+            block.number for block in found.blocks if (vector.blocks[block.number] == number + 1).any()
+        ]
         assert touched == list(found.blocks_of(place))
         assert int((vector.segments[place.segment] == number + 1).sum()) == place.elements
         assert place.first * 4 % ALIGNMENT_BYTES == 0

@@ -1,6 +1,8 @@
-"""A GPU's vectors are copied as a whole: two copies a step, and numbers that are read, however many blocks there are.
+"""A GPU's vectors are copied as a whole: two copies a step, and numbers that are read, however many blocks
+there are.
 
-No GPU is needed: the memory of the CPU is declared to be a GPU's, so all that pushes and pulls use has to be copied.
+No GPU is needed: the memory of the CPU is declared to be a GPU's, so all that pushes and pulls use has to be
+copied.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ async def test_what_is_sent_has_the_bits_of_a_cpus(make, mode, dtype):
                 values = np.frombuffer(compute.current(block.number), kind)
                 compute.staging(block.number)[:] = (values * 2).astype(kind).tobytes()
             compute.swap()
-        assert all(bytes(on_gpu.current(b)) == bytes(on_host.current(b)) for b in range(len(on_host.plan.blocks)))
+        assert all(
+            bytes(on_gpu.current(b)) == bytes(on_host.current(b)) for b in range(len(on_host.plan.blocks))
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -126,13 +130,17 @@ async def test_kept_blocks_are_not_copied_one_by_one(make):
             compute.keep(block)
     assert seen.counts["copies"] == 1
     compute.swap()
-    assert {block: set(bytes(compute.current(block))) for block in blocks} == {block: {block % 7} for block in blocks}
+    assert {block: set(bytes(compute.current(block))) for block in blocks} == {
+        block: {block % 7} for block in blocks
+    }
 
 
 NAN = "torch.sqrt(0 * sum(p.sum() for p in model.parameters()))"  # its value is 0, its gradient is not finite
 
 
-@pytest.mark.parametrize(("loss", "error"), [("1e9 * mean", "float16"), (f"mean + {NAN}", "the gradient of 0.weight")])
+@pytest.mark.parametrize(
+    ("loss", "error"), [("1e9 * mean", "float16"), (f"mean + {NAN}", "the gradient of 0.weight")]
+)
 async def test_what_does_not_fit_or_is_not_finite_is_refused_before_it_is_announced(make, loss, error):
     head = 'def loss(model, batch):\n    mean = F.cross_entropy(model(batch["x"]), batch["y"])\n'
     compute = make(gpu=True, parts={"loss": f"{head}    return {loss}\n"}, gradient_dtype="float16")

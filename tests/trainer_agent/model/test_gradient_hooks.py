@@ -32,7 +32,8 @@ HOOKS = {
     "of a parameter, after ours": {"LATER": f"model[0].weight.register_post_accumulate_grad_hook({TRIPLE})"},
     "of a gradient": {"BEFORE": "made[0].weight.register_hook(lambda gradient: gradient * 3)"},
     "of a module": {
-        "LATER": "model[1].register_full_backward_hook(lambda m, _, __: model[2].weight.grad.data.mul_(3) is None or None)"
+        "LATER": "model[1].register_full_backward_hook(lambda m, _, __: model[2].weight.grad.data.mul_(3) "
+        "is None or None)"
     },
     "that takes the gradient": {
         "BEFORE": "made[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None))"
@@ -47,7 +48,8 @@ def hooked(kind):
     text = HOOKED
     for place in ("BEFORE", "LATER", "WITHIN"):
         text = text.replace(
-            place, HOOKS.get(kind, {}).get(place, "pass") if isinstance(kind, str) else kind.get(place, "pass")
+            place,
+            HOOKS.get(kind, {}).get(place, "pass") if isinstance(kind, str) else kind.get(place, "pass"),
         )
     return {"model": text, "loss": ""}
 
@@ -66,14 +68,20 @@ async def test_hooks_of_the_script_change_gradients_as_in_plain_pytorch(build, t
         user.call("loss", model, default_collate(batch)).backward()
         for place, parameter in zip(compute.plan.parameters, model.parameters(), strict=True):
             found = compute.tree.vector(0).view(place)
-            assert torch.equal(found, torch.zeros_like(found) if parameter.grad is None else parameter.grad), place.name
+            assert torch.equal(
+                found, torch.zeros_like(found) if parameter.grad is None else parameter.grad
+            ), place.name
 
 
 async def test_a_gradient_that_is_on_its_way_is_not_changed_without_a_word(build):
     compute = build(
-        **hooked({"WITHIN": "hidden.register_hook(lambda _: model[2].weight.grad.data.mul_(3) is None or None)"})
+        **hooked(
+            {"WITHIN": "hidden.register_hook(lambda _: model[2].weight.grad.data.mul_(3) is None or None)"}
+        )
     )
-    with pytest.raises(UserCodeError, match=r"a hook changed the gradient of 2\.weight after backward had computed it"):
+    with pytest.raises(
+        UserCodeError, match=r"a hook changed the gradient of 2\.weight after backward had computed it"
+    ):
         for number in range(FIRST_LOOKS):
             compute.forget_nodes()
             await compute.gradient((0, 1), 0, number, records(8, number), DoneBlocks())

@@ -1,4 +1,5 @@
-"""TorchCompute's gradients: block by block into the flat vector, the tree of a node, and what must not be left in it."""
+"""TorchCompute's gradients: block by block into the flat vector, the tree of a node, and what must not be
+left in it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ async def contributions(compute, node, batches, seed=3):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_gradients_in_shared_memory_have_the_same_bits_and_lost_memory_is_not_written_to_again(build, dtype):
+async def test_gradients_in_shared_memory_have_the_same_bits_and_lost_memory_is_not_written_to_again(
+    build, dtype
+):
     batches, node, spec = [records(4, lane) for lane in range(4)], (0, 4), {"gradient_dtype": dtype}
     plain, shared = build(spec), build(spec, shared=True)
     for lose in (False, True, False):
@@ -156,7 +159,11 @@ async def test_the_same_seed_gives_the_same_bits_and_dropout_follows_it(build):
 async def test_every_lane_starts_from_the_same_buffers_and_contributes_its_own(build):
     compute = build()
     norm = compute.model[1]
-    buffers = [block.number for block in compute.plan.blocks if compute.layout.segments[block.segment].kind == "buffer"]
+    buffers = [
+        block.number
+        for block in compute.plan.blocks
+        if compute.layout.segments[block.segment].kind == "buffer"
+    ]
     _, first = await contributions(compute, (0, 1), [records(4)])
     compute.forget_nodes()
     _, second = await contributions(compute, (0, 1), [records(4)])
@@ -237,10 +244,14 @@ async def test_no_gradient_of_an_earlier_minibatch_is_left_in_a_slot(build):
         found = [view.clone() for view in compute.minibatch.gradient_views]
         inputs = torch.from_numpy(np.stack([record["x"] for record in batch]))
         targets = torch.tensor([record["y"] for record in batch])
-        loss, parameters = nn.functional.cross_entropy(compute.model(inputs), targets), list(compute.model.parameters())
+        loss, parameters = (
+            nn.functional.cross_entropy(compute.model(inputs), targets),
+            list(compute.model.parameters()),
+        )
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         expected = [
-            torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, gradients, strict=True)
+            torch.zeros_like(p) if g is None else g.to_dense()
+            for p, g in zip(parameters, gradients, strict=True)
         ]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -273,7 +284,8 @@ async def test_a_gradient_that_comes_in_parts_is_their_sum(build):
 async def test_sums_that_overflow_are_no_failure(build):
     """Finite gradients whose sum is not: all blocks are there."""
     compute = build(
-        loss="def loss(model, batch):\n    total = sum(p.sum() for p in model.parameters())\n    return 3e38 * (total - total.detach())\n"
+        loss="def loss(model, batch):\n    total = sum(p.sum() for p in model.parameters())\n    return "
+        "3e38 * (total - total.detach())\n"
     )
     for _ in range(2):
         announced, values = await contributions(compute, (0, 1), [records(4)])
@@ -308,16 +320,21 @@ async def test_parameters_of_several_blocks_have_the_gradients_of_autograd(build
         announced, _ = await contributions(compute, (0, 1), [records(4, number)])
         assert sorted(announced) == [block.number for block in compute.plan.blocks]
         found = {
-            p.name: v.clone() for p, v in zip(compute.plan.parameters, compute.minibatch.gradient_views, strict=True)
+            p.name: v.clone()
+            for p, v in zip(compute.plan.parameters, compute.minibatch.gradient_views, strict=True)
         }
         inputs = torch.from_numpy(np.stack([record["x"] for record in records(4, number)]))
         targets = torch.tensor([record["y"] for record in records(4, number)])
         loss = nn.functional.cross_entropy(compute.model(inputs), targets)
         expected = torch.autograd.grad(loss, [compute.model.get_parameter(name) for name in found])
-        assert [n for (n, f), e in zip(found.items(), expected, strict=True) if not torch.equal(f, e.to_dense())] == []
+        assert [
+            n for (n, f), e in zip(found.items(), expected, strict=True) if not torch.equal(f, e.to_dense())
+        ] == []
 
 
-@pytest.mark.parametrize(("node", "options"), [((0, 1), {}), ((0, 2), {}), ((0, 2), {"on_nonfinite": "skip"})])
+@pytest.mark.parametrize(
+    ("node", "options"), [((0, 1), {}), ((0, 2), {}), ((0, 2), {"on_nonfinite": "skip"})]
+)
 async def test_each_gradient_is_looked_at_once_while_backward_runs(build, monkeypatch, node, options):
     compute = build({"block_bytes": 1024, **options}, model=PARTED)
     batches = [records(4, lane) for lane in range(*node)]

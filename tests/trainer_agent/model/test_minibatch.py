@@ -46,7 +46,8 @@ def optimizer(model):
         ({"optimizer": OWN.replace("NAME", "Lion")}, "script.Lion cannot run on parameter servers$"),
         (
             {
-                "optimizer": "def optimizer(model):\n    return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1)\n"
+                "optimizer": "def optimizer(model):\n    return torch.optim.SGD([torch.ones(2, "
+                "requires_grad=True)], lr=1)\n"
             },
             "the optimizer holds 1 parameters that are not the model's",
         ),
@@ -69,7 +70,10 @@ def test_what_cannot_be_trained_is_refused_with_one_message(build, parts, messag
             "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n",
             r"LBFGS cannot run in a collective job: its step computes the loss several times \(by a closure\)",
         ),
-        (OWN.replace("NAME", "Lamb"), "script.Lamb cannot run in a collective job: each trainer makes the optimizer"),
+        (
+            OWN.replace("NAME", "Lamb"),
+            "script.Lamb cannot run in a collective job: each trainer makes the optimizer",
+        ),
         ("def optimizer(model):\n    return 3\n", r"optimizer\(model\) returned int"),
     ],
 )
@@ -83,8 +87,14 @@ def test_an_optimizer_that_a_collective_job_cannot_have_is_refused_with_its_reas
     ("parts", "message"),
     [
         ({"loss": "def loss(model, batch):\n    return 1.0\n"}, "returned float"),
-        ({"loss": "def loss(model, batch):\n    return model(batch['x'])\n"}, r"returned a tensor of shape \(4, 3\)"),
-        ({"loss": "def loss(model, batch):\n    return torch.ones(())\n"}, "does not depend on the parameters"),
+        (
+            {"loss": "def loss(model, batch):\n    return model(batch['x'])\n"},
+            r"returned a tensor of shape \(4, 3\)",
+        ),
+        (
+            {"loss": "def loss(model, batch):\n    return torch.ones(())\n"},
+            "does not depend on the parameters",
+        ),
         ({"loss": "def loss(model, batch):\n    return batch['z']\n"}, "KeyError: 'z'"),
         ({"collate": "def collate(records):\n    raise ValueError(len(records))\n"}, "ValueError: 4"),
     ],
@@ -104,7 +114,9 @@ async def test_without_evaluate_the_loss_is_evaluated(build):
 
 async def test_sums_that_are_no_numbers_are_refused(build):
     compute = build(evaluation="def evaluate(model, batch):\n    return [1]\n")
-    with pytest.raises(UserCodeError, match=r"evaluate\(model, batch\) returned list; return a dict of numbers"):
+    with pytest.raises(
+        UserCodeError, match=r"evaluate\(model, batch\) returned list; return a dict of numbers"
+    ):
         await compute.evaluate(records(4))
 
 
@@ -235,7 +247,10 @@ def test_the_users_own_containers_stay_as_they_are():
     for batch in batches:
         on_device(batch, torch.device("meta"))
     assert [described(batch) for batch in batches] == before
-    assert on_device(types.MappingProxyType({"x": torch.ones(3)}), torch.device("meta"))["x"].device.type == "meta"
+    assert (
+        on_device(types.MappingProxyType({"x": torch.ones(3)}), torch.device("meta"))["x"].device.type
+        == "meta"
+    )
     assert on_device(Padded, torch.device("meta")) is Padded
 
 
@@ -253,10 +268,14 @@ async def test_what_the_loss_logs_comes_with_the_lanes_result_and_a_step_sums_it
     compute.begin_step()
     node = (0, 2)
     results = [
-        await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks()) for lane in range(*node)
+        await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks())
+        for lane in range(*node)
     ]
     empty = await compute.gradient((2, 3), 2, 1, None, DoneBlocks())
-    assert [result.metrics["rows"] for result in results] == [Logged(4.0, 1.0, 4.0, 4.0), Logged(2.0, 1.0, 2.0, 2.0)]
+    assert [result.metrics["rows"] for result in results] == [
+        Logged(4.0, 1.0, 4.0, 4.0),
+        Logged(2.0, 1.0, 2.0, 2.0),
+    ]
     assert results[0].metrics["error"].total * 4 == pytest.approx(results[0].loss_sum)
     assert empty.metrics == {}
     share = metrics_of([*results, empty], 7, 0, 0)
@@ -284,9 +303,13 @@ async def test_a_dict_of_loss_and_metrics_is_trained_and_evaluated_by_records(bu
         each.begin_step()
     node = (0, 2)
     results = [
-        await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks()) for lane in range(*node)
+        await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks())
+        for lane in range(*node)
     ]
-    same = [await plain.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks()) for lane in range(*node)]
+    same = [
+        await plain.gradient(node, lane, 1, records(4 if lane == 0 else 2), DoneBlocks())
+        for lane in range(*node)
+    ]
     assert [result.loss_sum for result in results] == [result.loss_sum for result in same]
     assert all(
         bytes(compute.contribution(node, block)) == bytes(plain.contribution(node, block))

@@ -1,4 +1,5 @@
-"""Parameters of a checkpoint are evaluated between two minibatches: the gradients after it are the same to the bit."""
+"""Parameters of a checkpoint are evaluated between two minibatches: the gradients after it are the same to
+the bit."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ async def test_modes_are_put_back_after_an_evaluation(build):
 
 
 async def test_rows_are_those_that_were_pinned_and_training_goes_on_with_its_own(build):
-    """The loss of a model whose rows and parameters are all 1 is that of equal classes, whatever the servers have."""
+    """The loss of a model whose rows and parameters are all 1 is that of equal classes, whatever the servers
+    have."""
     compute, reference = build(model=TABLE), build(model=TABLE)
     (spec,) = compute.layout.tables
     found = []
@@ -92,7 +94,11 @@ async def test_rows_are_those_that_were_pinned_and_training_goes_on_with_its_own
             each.forget_nodes()
             if each is compute:
                 for block in range(len(compute.plan.blocks)):
-                    compute.pinned(block)[:] = bytes(torch.ones(len(compute.pinned(block)) // 4).numpy().data.cast("B"))
+                    compute.pinned(block)[:] = bytes(
+                        torch.ones(len(compute.pinned(block)) // 4).numpy().data.cast("B")
+                    )
                 compute.pin_rows([StoredTable(spec, 5, np.array([0, 1]), np.ones((2, 3), np.float32))])
-                assert (await compute.evaluate(records(4), 7, pinned=True))["loss"] == pytest.approx(4 * np.log(3))
+                assert (await compute.evaluate(records(4), 7, pinned=True))["loss"] == pytest.approx(
+                    4 * np.log(3)
+                )
     assert found[:2] == found[2:]

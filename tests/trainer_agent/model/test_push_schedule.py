@@ -1,4 +1,5 @@
-"""Asynchronous trainers that join find the learning rate of their push without the steps of all pushes before it."""
+"""Asynchronous trainers that join find the learning rate of their push without the steps of all pushes before
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from trireme_shared.serving.core.asynchronous import STATE_EVERY, ScheduleStates
 SCHEDULERS = [
     "MultiStepLR(optimizer, [2, 2, 1500], 0.5)",
     "OneCycleLR(optimizer, max_lr=0.2, total_steps=4000)",
-    "SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=50), CosineAnnealingLR(optimizer, 2500)], [50])",
+    (
+        "SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=50), "
+        "CosineAnnealingLR(optimizer, 2500)], [50])"
+    ),
     "CosineAnnealingWarmRestarts(optimizer, 300)",
 ]
 FIRST, JOINS = 3 * STATE_EVERY, 3 * STATE_EVERY + 150
@@ -92,7 +96,8 @@ async def test_a_trainer_that_joins_makes_few_steps(tmp_path, counted, monkeypat
     for module in (asynchronous, push_schedule):
         monkeypatch.setattr(module, "STATE_EVERY", 8)
     script = write_script(
-        tmp_path, scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)\n"
+        tmp_path,
+        scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)\n",
     )
     spec = spec_for(script, mode=Mode.ASYNC, epochs=12, global_batch_size=3, records_per_task=12, pservers=2)
     async with cluster(spec) as made:

@@ -24,7 +24,8 @@ TWO_GROUPS = """
 STEPS = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)\n"
 ONE_CYCLE = "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 100)"
 IN_A_ROW = (
-    f"torch.optim.lr_scheduler.SequentialLR(optimizer, [{ONE_CYCLE}, {ONE_CYCLE}], [5])"  # one of them would be enough
+    # one of them would be enough
+    f"torch.optim.lr_scheduler.SequentialLR(optimizer, [{ONE_CYCLE}, {ONE_CYCLE}], [5])"
 )
 
 
@@ -58,13 +59,18 @@ async def test_it_is_the_script_with_the_rate_multiplied_to_the_bit(tmp_path):
     sentences: list[str] = []
     spec = spec_for(script, **SCALED)
     assert differing(dict(run(user, spec, sentences.append).model.state_dict()), alone) == []
-    assert sentences[0] == ("learning rates are 4 times the script's: 8 records a step instead of 2 (lr_scale linear)")
+    assert sentences[0] == (
+        "learning rates are 4 times the script's: 8 records a step instead of 2 (lr_scale linear)"
+    )
 
 
 async def test_the_optimizer_of_a_loop_of_ones_own_is_scaled_unless_it_has_a_scheduler(tmp_path):
     loop, functions = write_loop(tmp_path), write_script(tmp_path)
     found = await trained(spec_for(loop, **SCALED, storage=str(tmp_path / "loop")))
-    assert differing(found, await trained(spec_for(functions, **SCALED, storage=str(tmp_path / "functions")))) == []
+    assert (
+        differing(found, await trained(spec_for(functions, **SCALED, storage=str(tmp_path / "functions"))))
+        == []
+    )
     prepare = """
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         model, optimizer, batches = trireme.prepare(model, optimizer, dataset, scheduler=scheduler)
@@ -72,7 +78,10 @@ async def test_the_optimizer_of_a_loop_of_ones_own_is_scaled_unless_it_has_a_sch
     scheduled = spec_for(write_loop(tmp_path, prepare=prepare), **SCALED)
     user = load(Path(scheduled.script))
     try:
-        with ThreadPoolExecutor(1) as executor, pytest.raises(InvalidArgument, match="has a scheduler already"):
+        with (
+            ThreadPoolExecutor(1) as executor,
+            pytest.raises(InvalidArgument, match="has a scheduler already"),
+        ):
             executor.submit(TorchCompute, user, scheduled, executor).result()
     finally:
         user.loop.close()

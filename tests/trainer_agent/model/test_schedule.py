@@ -18,7 +18,10 @@ from trireme_shared.protocol.errors import Gone, InvalidArgument
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus, check_criteria, plateau_value
 from trireme_shared.protocol.records.step import LaneZero
 
-PLATEAU = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)\n"
+PLATEAU = (
+    "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "
+    "factor=0.5, patience=1)\n"
+)
 STEP = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 2)\n"
 
 
@@ -123,14 +126,19 @@ def done(number: int, **values) -> Evaluation:
 
 
 def test_what_a_plateau_is_told_at_the_version_of_an_evaluation():
-    first, second, lost = done(1, metrics={"loss": 3.0}), done(2, metrics={"loss": 2.0}), done(3, left_out="damaged")
+    first, second, lost = (
+        done(1, metrics={"loss": 3.0}),
+        done(2, metrics={"loss": 2.0}),
+        done(3, left_out="damaged"),
+    )
     status = EvaluationStatus(settled=2, recent=(first, second))
     assert plateau_value(EvaluationStatus(), 1, "loss") is None  # there is none before
     assert (plateau_value(status, 2, "loss"), plateau_value(status, 3, "loss")) == (3.0, 2.0)
     assert math.isnan(plateau_value(status, 3, "accuracy"))
     status = EvaluationStatus(settled=3, recent=(second, lost))
     assert plateau_value(status, 4, "loss") is None
-    assert plateau_value(EvaluationStatus(settled=3, recent=(first, second)), 4, "loss") is None  # never begun
+    # never begun
+    assert plateau_value(EvaluationStatus(settled=3, recent=(first, second)), 4, "loss") is None
     with pytest.raises(Gone, match="the result of evaluation 1 is forgotten, 3 are over; join again"):
         plateau_value(status, 2, "loss")
     assert plateau_value(status, 2, "loss", first) == 3.0

@@ -34,7 +34,8 @@ async def one_push(compute) -> dict[int, torch.Tensor]:
     own = [block.dtype for block in compute.layout.blocks()]
     return {
         number: torch.frombuffer(
-            bytearray(compute.contribution((0, 1), number)), dtype=getattr(torch, names[number] or own[number])
+            bytearray(compute.contribution((0, 1), number)),
+            dtype=getattr(torch, names[number] or own[number]),
         )
         for number in sorted(blocks)
     }
@@ -42,13 +43,18 @@ async def one_push(compute) -> dict[int, torch.Tensor]:
 
 async def test_buffers_travel_as_they_are_and_parameters_cast(compute):
     sent = await one_push(compute)
-    kinds = {(compute.layout.segments[b.segment].kind, b.dtype): sent[b.number].dtype for b in compute.layout.blocks()}
+    kinds = {
+        (compute.layout.segments[b.segment].kind, b.dtype): sent[b.number].dtype
+        for b in compute.layout.blocks()
+    }
     assert kinds == {
         ("param", "float32"): torch.bfloat16,
         ("buffer", "float32"): torch.float32,
         ("buffer", "int64"): torch.int64,
     }
-    assert [len(sent[b.number]) for b in compute.layout.blocks()] == [b.elements for b in compute.layout.blocks()]
+    assert [len(sent[b.number]) for b in compute.layout.blocks()] == [
+        b.elements for b in compute.layout.blocks()
+    ]
 
 
 async def test_all_pushes_and_the_rest_add_up_to_all_gradients(compute, monkeypatch):
@@ -73,7 +79,9 @@ async def test_all_pushes_and_the_rest_add_up_to_all_gradients(compute, monkeypa
 
 async def test_memory_of_casts_is_allocated_once(compute):
     def addresses():
-        hosts = [segment.data_ptr() for host, _ in compute.send_buffers.hosts.values() for segment in host.segments]
+        hosts = [
+            segment.data_ptr() for host, _ in compute.send_buffers.hosts.values() for segment in host.segments
+        ]
         return hosts, [residual.data_ptr() for residual in compute.send_buffers.residuals.values()]
 
     await one_push(compute)
@@ -82,6 +90,8 @@ async def test_memory_of_casts_is_allocated_once(compute):
         await one_push(compute)
     assert addresses() == before
     narrowed = sum(
-        block.elements for block in compute.layout.blocks() if compute.layout.payloads("bfloat16")[block.number]
+        block.elements
+        for block in compute.layout.blocks()
+        if compute.layout.payloads("bfloat16")[block.number]
     )
     assert sum(residual.nbytes for residual in compute.send_buffers.residuals.values()) == 4 * narrowed

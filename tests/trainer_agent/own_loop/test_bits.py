@@ -1,4 +1,5 @@
-"""A loop of one's own gives the bits of the same script with functions, whoever computes the lanes and who dies."""
+"""A loop of one's own gives the bits of the same script with functions, whoever computes the lanes and who
+dies."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ SCHEDULER = f"def scheduler(optimizer):\n    return {SCHEDULE}\n"
 
 def specs(tmp_path, loop_parts=None, function_parts=None, **values) -> tuple[JobSpec, JobSpec]:
     """Of the script with a loop, and of the one with functions."""
-    loop, functions = write_loop(tmp_path, **(loop_parts or {})), write_script(tmp_path, **(function_parts or {}))
+    loop, functions = (
+        write_loop(tmp_path, **(loop_parts or {})),
+        write_script(tmp_path, **(function_parts or {})),
+    )
     return (
         spec_for(loop, **values, storage=str(tmp_path / "loop")),
         spec_for(functions, **values, storage=str(tmp_path / "functions")),
@@ -81,7 +85,11 @@ async def test_an_error_behind_the_loop_fails_the_job_and_leaves_the_model(tmp_p
     loop, functions = specs(tmp_path, {"after": "raise ValueError('behind')\n"})
     async with cluster(loop, 2) as made:
         state = await made.ended()
-        assert (state.phase, state.failure.error_type, state.failure.message) == (Phase.FAILED, "ValueError", "behind")
+        assert (state.phase, state.failure.error_type, state.failure.message) == (
+            Phase.FAILED,
+            "ValueError",
+            "behind",
+        )
         assert "raise ValueError('behind')" in state.failure.traceback
         found = made.exported()
     assert differing(found, await trained(functions)) == []
@@ -114,11 +122,16 @@ def plainly(monkeypatch):
 
 
 def test_under_plain_python_the_bits_are_those_of_trireme_train(tmp_path, plainly, capsys):
-    settings = "config = trireme.Config(epochs=2, global_batch_size=8, records_per_task=16, seed=7, lanes=4)\n"
+    settings = (
+        "config = trireme.Config(epochs=2, global_batch_size=8, records_per_task=16, seed=7, lanes=4)\n"
+    )
     evaluated = {
-        "evaluate": "def evaluate(model, batch):\n    return {'right': (model(batch['x']).argmax(1) == batch['y']).sum()}\n"
+        "evaluate": "def evaluate(model, batch):\n    return {'right': (model(batch['x']).argmax(1) == "
+        "batch['y']).sum()}\n"
     }
-    prepare = SCHEDULED["prepare"].replace("=scheduler)", "=scheduler, evaluation_dataset=dataset, evaluate=evaluate)")
+    prepare = SCHEDULED["prepare"].replace(
+        "=scheduler)", "=scheduler, evaluation_dataset=dataset, evaluate=evaluate)"
+    )
     head = LOOP_HEAD + settings + "torch.manual_seed(7)\n" + evaluated["evaluate"]
     loop = write_loop(tmp_path, **SCHEDULED | {"head": head, "prepare": prepare})
     functions = write_script(
@@ -142,7 +155,12 @@ LOOP_HEAD = "import torch, trireme\nfrom torch import nn\nfrom torch.nn import f
 @pytest.mark.parametrize(
     ("parts", "error", "message", "hint"),
     [
-        ({"model": PARTS["model"].replace("x.npy", "none.npy")}, DatasetError, "none.npy does not exist", "check"),
+        (
+            {"model": PARTS["model"].replace("x.npy", "none.npy")},
+            DatasetError,
+            "none.npy does not exist",
+            "check",
+        ),
         (
             {"loop": "for epoch in range(2):\n    for batch in batches:\n        pass\n"},
             InvalidArgument,
@@ -150,7 +168,12 @@ LOOP_HEAD = "import torch, trireme\nfrom torch import nn\nfrom torch.nn import f
             "remove",
         ),
         ({"loop": "for batch in batches:\n    {}['x']\n"}, KeyError, "x", ""),
-        ({"loop": "for batch in batches:\n    continue\n"}, RuntimeError, "trireme.backward was not called", ""),
+        (
+            {"loop": "for batch in batches:\n    continue\n"},
+            RuntimeError,
+            "trireme.backward was not called",
+            "",
+        ),
     ],
 )
 def test_under_plain_python_errors_are_raised_in_the_script(tmp_path, plainly, parts, error, message, hint):
@@ -158,7 +181,9 @@ def test_under_plain_python_errors_are_raised_in_the_script(tmp_path, plainly, p
     with pytest.raises(error, match=message) as caught:
         plainly(loop)
     assert "".join(getattr(caught.value, "__notes__", [])).startswith(hint)
-    assert str(loop) in {frame.path.__fspath__() for frame in caught.traceback if hasattr(frame.path, "__fspath__")}
+    assert str(loop) in {
+        frame.path.__fspath__() for frame in caught.traceback if hasattr(frame.path, "__fspath__")
+    }
 
 
 COUNTED = PARTS["loop"].replace("loss = F", "seen.append(torch.get_num_threads())\n            loss = F")
@@ -184,7 +209,11 @@ def test_under_plain_python_the_script_computes_with_the_threads_of_the_setting(
     plainly(write_loop(tmp_path, head=LOOP_HEAD + asked + config, loop=COUNTED, after=after))()
     assert set(torch.load(tmp_path / "seen.pt", weights_only=True)) == {3}
     said = capsys.readouterr().err
-    assert said.count("torch.set_num_threads(5)") == said.count("set threads_per_trainer = 5") == (1 if threads else 0)
+    assert (
+        said.count("torch.set_num_threads(5)")
+        == said.count("set threads_per_trainer = 5")
+        == (1 if threads else 0)
+    )
     assert "torch.set_num_threads(7)" not in said
 
 

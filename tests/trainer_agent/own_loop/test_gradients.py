@@ -38,7 +38,9 @@ CHANGED = """
         CHANGE
         optimizer.step()
 """
-FUSED = PARTS["model"].replace("SGD(model.parameters(), lr=0.1, momentum=0.9)", "Adam(model.parameters(), fused=True)")
+FUSED = PARTS["model"].replace(
+    "SGD(model.parameters(), lr=0.1, momentum=0.9)", "Adam(model.parameters(), fused=True)"
+)
 CHANGES = {
     "a norm": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)",
     "values": "torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)",
@@ -51,7 +53,9 @@ CHANGES = {
     "set to zero in place": "",
 }
 LOOPS = {name: CHANGED.replace("CHANGE", change) for name, change in CHANGES.items()} | {
-    "set to zero in place": CHANGED.replace("zero_grad()", "zero_grad(set_to_none=False)").replace("CHANGE", ""),
+    "set to zero in place": CHANGED.replace("zero_grad()", "zero_grad(set_to_none=False)").replace(
+        "CHANGE", ""
+    ),
     "scaled": SCALED.replace("CHANGE", ""),
     "scaled and clipped": SCALED.replace(
         "CHANGE", "scaler.unscale_(optimizer); torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
@@ -64,7 +68,8 @@ LOOPS = {name: CHANGED.replace("CHANGE", change) for name, change in CHANGES.ite
 
 
 class Stand(SimpleNamespace):
-    """Plain PyTorch in place of trireme, for one lane: the batches with their seeds, and `loss.backward()`."""
+    """Plain PyTorch in place of trireme, for one lane: the batches with their seeds, and
+    `loss.backward()`."""
 
     def __init__(self, script, spec):
         self.data = SimpleNamespace(Npy=lambda *_, **__: None)
@@ -113,7 +118,9 @@ def alone(script, spec):
 
 @pytest.mark.parametrize("name", list(LOOPS))
 def test_alone_the_bits_are_those_of_plain_pytorch(tmp_path, name):
-    script = write_loop(tmp_path, loop=LOOPS[name], after="", **({"model": FUSED} if "kernel" in name else {}))
+    script = write_loop(
+        tmp_path, loop=LOOPS[name], after="", **({"model": FUSED} if "kernel" in name else {})
+    )
     spec = spec_for(script)
     found = alone(script, spec)
     assert differing(found.model.state_dict(), plainly(script, spec)) == []
@@ -188,7 +195,9 @@ async def test_a_batch_that_a_scaler_leaves_out_is_counted_and_changes_nothing(t
     left_out = write_loop(tmp_path, loop=BAD.replace("BAD", "float(BAD)"), **parts)
     spec = spec_for(left_out, shuffle=False, epochs=1, global_batch_size=4)
     bad = float(
-        next(reversed([batch[0] for batch in lane_batches(left_out, spec_for(left_out, epochs=1))]))["x"][-1, 0]
+        next(reversed([batch[0] for batch in lane_batches(left_out, spec_for(left_out, epochs=1))]))["x"][
+            -1, 0
+        ]
     )
     left_out = write_loop(tmp_path, loop=f"BAD = {bad!r}\n" + textwrap.dedent(BAD), **parts)
     async with cluster(spec, 1) as made:
@@ -203,7 +212,11 @@ async def test_a_batch_that_a_scaler_leaves_out_is_counted_and_changes_nothing(t
 @pytest.mark.parametrize(
     ("name", "lanes", "said"),
     [
-        ("a norm", 2, ["a step takes the mean over 2 minibatches, and the gradient of each is changed before that"]),
+        (
+            "a norm",
+            2,
+            ["a step takes the mean over 2 minibatches, and the gradient of each is changed before that"],
+        ),
         ("through data", 2, ["a step takes the mean over 2 minibatches"]),
         ("a norm", 1, []),
         ("set to zero in place", 2, []),

@@ -1,4 +1,5 @@
-"""What scripts are told of the number of their steps: `trireme.steps_per_epoch()`, `trireme.total_steps()`."""
+"""What scripts are told of the number of their steps: `trireme.steps_per_epoch()`,
+`trireme.total_steps()`."""
 
 from __future__ import annotations
 
@@ -43,11 +44,16 @@ def test_a_schedule_of_all_steps_ends_with_training(tmp_path):
 def test_a_schedule_that_would_end_before_is_refused_before_the_first_step(tmp_path):
     user = load(with_cycle(tmp_path, 23))
     spec = plain_spec(user, {"epochs": 3, "global_batch_size": 8})
-    said = r"OneCycleLR has total_steps 23, and the job makes 24 steps \(3 epochs of 8\): .*trireme.total_steps\(\)"
+    said = (
+        r"OneCycleLR has total_steps 23, and the job makes 24 steps \(3 epochs of 8\): "
+        r".*trireme.total_steps\(\)"
+    )
     with pytest.raises(InvalidArgument, match=said):
         run(user, spec)
     assert run(load(with_cycle(tmp_path, 24)), spec).steps == 24
-    assert run(load(with_cycle(tmp_path, 2)), spec_for(tmp_path / "script.py", schedule_per="epoch", epochs=3)).steps
+    assert run(
+        load(with_cycle(tmp_path, 2)), spec_for(tmp_path / "script.py", schedule_per="epoch", epochs=3)
+    ).steps
 
 
 def test_a_schedule_inside_of_another_one_that_ends_before_says_what_to_do(tmp_path):
@@ -80,7 +86,9 @@ def test_a_loop_of_ones_own_makes_its_scheduler_in_a_function(tmp_path):
     assert torch.load(tmp_path / "steps.pt") == (8, 16)
 
 
-BEFORE = "print(trireme.total_steps())\nmodel, optimizer, batches = trireme.prepare(model, optimizer, dataset)"
+BEFORE = (
+    "print(trireme.total_steps())\nmodel, optimizer, batches = trireme.prepare(model, optimizer, dataset)"
+)
 
 
 def test_before_prepare_nobody_knows_in_a_trainer_as_in_a_process_of_ones_own(tmp_path):
@@ -93,7 +101,8 @@ def test_before_prepare_nobody_knows_in_a_trainer_as_in_a_process_of_ones_own(tm
 
 
 def test_while_a_module_is_imported_nobody_knows(monkeypatch):
-    monkeypatch.setattr("trainer_agent.own_loop.job_steps._find", [])  # a loop that a test has left may wait for ever
+    # a loop that a test has left may wait for ever
+    monkeypatch.setattr("trainer_agent.own_loop.job_steps._find", [])
     with pytest.raises(InvalidArgument, match=r"trireme.steps_per_epoch\(\) is known once") as refused:
         trireme.steps_per_epoch()
     assert "scheduler(optimizer)" in refused.value.hint
@@ -108,7 +117,9 @@ def test_the_steps_of_a_job_of_an_earlier_version_are_not_made_up():
 
 
 def test_the_inspection_of_a_script_takes_a_number_of_its_own(tmp_path, capsys):
-    assert inspect_script(str(with_cycle(tmp_path)), check=True, settings=["epochs=2"]) == 0, capsys.readouterr().out
+    assert inspect_script(str(with_cycle(tmp_path)), check=True, settings=["epochs=2"]) == 0, (
+        capsys.readouterr().out
+    )
     assert inspect_script(str(with_cycle(tmp_path, 3)), check=True, settings=["epochs=2"]) == 0
 
 

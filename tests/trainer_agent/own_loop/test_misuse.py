@@ -17,7 +17,10 @@ from trainer_agent.script.user_module import load
 from trireme_shared.datasets.user_modules import load_custom
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, UserCodeError
 
-BODY = "    optimizer.zero_grad()\n    loss = F.cross_entropy(model(batch['x']), batch['y'])\n    trireme.backward(loss)\n    optimizer.step()\n"
+BODY = (
+    "    optimizer.zero_grad()\n    loss = F.cross_entropy(model(batch['x']), batch['y'])\n    "
+    "trireme.backward(loss)\n    optimizer.step()\n"
+)
 LOOP = "for batch in batches:\n" + BODY
 
 
@@ -92,7 +95,11 @@ WRONG = {
         "trireme.backward",
     ),
     "no scalar": (LOOP.replace("(loss)", "(loss + torch.zeros(2))"), r"shape \(2,\)", "trireme.backward"),
-    "no gradient": (LOOP.replace("(loss)", "(loss.detach())"), "does not depend on the parameters", "trireme.backward"),
+    "no gradient": (
+        LOOP.replace("(loss)", "(loss.detach())"),
+        "does not depend on the parameters",
+        "trireme.backward",
+    ),
     "gradients set to zero": (
         LOOP.replace("    optimizer.step", "    optimizer.zero_grad()\n    optimizer.step"),
         r"zero_grad\(\) was called between",
@@ -104,7 +111,8 @@ WRONG = {
         "trireme.backward(loss)",
     ),
     "another loss than the scaled one": (
-        "scaler = torch.amp.GradScaler('cpu')\n" + LOOP.replace("backward(loss)", "backward(scaler.scale(loss) / 2)"),
+        "scaler = torch.amp.GradScaler('cpu')\n"
+        + LOOP.replace("backward(loss)", "backward(scaler.scale(loss) / 2)"),
         r"call trireme\.backward\(scaler\.scale\(loss\)\)",
         "trireme.backward(scaler",
     ),
@@ -130,7 +138,10 @@ WRONG = {
     ),
     "a layer that is frozen later": (
         LOOP + "    model[0].requires_grad_(False)\n",
-        r"changed requires_grad of the parameter 0\.weight: it was True when training began, and now it is False",
+        (
+            r"changed requires_grad of the parameter 0\.weight: it was True when training began, and "
+            r"now it is False"
+        ),
         "",
     ),
     "a mode that is another one later": (
@@ -246,7 +257,10 @@ def test_modules_have_the_modes_that_the_loop_gives_them(passes):
 
 
 def test_what_is_logged_in_the_body_belongs_to_its_minibatch(passes):
-    logs = "    trireme.log(before=1)\n    trireme.backward({'loss': loss, 'with': 3})\n    trireme.log(after=2)\n"
+    logs = (
+        "    trireme.log(before=1)\n    trireme.backward({'loss': loss, 'with': 3})\n    "
+        "trireme.log(after=2)\n"
+    )
     compute = passes(finish=False, loop=LOOP.replace("    trireme.backward(loss)\n", logs))
     assert {name: value.total for name, value in compute.minibatch.logged.items()} == {
         "before": 1.0,
@@ -280,7 +294,11 @@ def test_a_script_that_is_imported_for_the_reader_in_it_does_not_train(tmp_path,
     ):
         load_custom("with_reader:Reader")
     write_loop(
-        tmp_path, "guarded", prepare="if __name__ == '__main__':\n    trireme.prepare(1, 2, 3)\n", loop="", after=""
+        tmp_path,
+        "guarded",
+        prepare="if __name__ == '__main__':\n    trireme.prepare(1, 2, 3)\n",
+        loop="",
+        after="",
     )
     with pytest.raises(DatasetError, match="no attribute 'Reader'"):
         load_custom("guarded:Reader")

@@ -1,4 +1,5 @@
-"""Embedding tables in a loop of one's own: rows have the bits of the same script with functions, under trainers and under plain Python."""
+"""Embedding tables in a loop of one's own: rows have the bits of the same script with functions, under
+trainers and under plain Python."""
 
 from __future__ import annotations
 
@@ -90,7 +91,10 @@ async def test_a_scaled_loss_does_not_scale_the_gradients_of_rows(tmp_path):
             scaler.step(optimizer)
             scaler.update()
     """
-    plain_loop, scaling = write_loop(tmp_path, **LOOP), write_loop(tmp_path, "scaled", **LOOP | {"loop": scaled})
+    plain_loop, scaling = (
+        write_loop(tmp_path, **LOOP),
+        write_loop(tmp_path, "scaled", **LOOP | {"loop": scaled}),
+    )
     expected = await trained(spec_for(plain_loop, storage=str(tmp_path / "plain")))
     found = await trained(spec_for(scaling, storage=str(tmp_path / "scaled")))
     assert differing(found[0], expected[0]) == []
@@ -112,7 +116,9 @@ async def test_one_lane_has_the_bits_of_plain_python(tmp_path, monkeypatch):
         return await whole(pserver, request, payload)
 
     monkeypatch.setattr(direct_ports, "lookup", counted)
-    named = LOOP | {"prepare": IDS + LOOP["prepare"].replace("scheduler=scheduler", "scheduler=scheduler, ids=ids")}
+    named = LOOP | {
+        "prepare": IDS + LOOP["prepare"].replace("scheduler=scheduler", "scheduler=scheduler, ids=ids")
+    }
     loop, functions = write_loop(tmp_path, **named), write_script(tmp_path, **FUNCTIONS)
     spec = spec_for(loop, storage=str(tmp_path / "loop"))
     _, tables = await trained(spec)
@@ -124,4 +130,6 @@ async def test_one_lane_has_the_bits_of_plain_python(tmp_path, monkeypatch):
 
 
 def test_the_script_is_tried_before_a_job_begins(tmp_path, capsys):
-    assert inspect_script(str(write_loop(tmp_path, **LOOP)), check=True, settings=[]) == 0, capsys.readouterr()
+    assert inspect_script(str(write_loop(tmp_path, **LOOP)), check=True, settings=[]) == 0, (
+        capsys.readouterr()
+    )

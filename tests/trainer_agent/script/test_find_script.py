@@ -1,4 +1,5 @@
-"""A trainer runs the files that its job was created with, or those of the spec that a new start of the job brings."""
+"""A trainer runs the files that its job was created with, or those of the spec that a new start of the job
+brings."""
 
 from __future__ import annotations
 

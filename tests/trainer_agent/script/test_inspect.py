@@ -29,7 +29,12 @@ def test_a_good_script_is_described_and_tried(tmp_path, capsys):
     )
     code, found = inspected(script, capsys)
     model = found.pop("model")
-    dataset = {"urls": [f"{tmp_path}/x.npy", f"{tmp_path}/y.npy"], "kind": "npy", "aligned": True, "columns": None}
+    dataset = {
+        "urls": [f"{tmp_path}/x.npy", f"{tmp_path}/y.npy"],
+        "kind": "npy",
+        "aligned": True,
+        "columns": None,
+    }
     assert (code, found) == (
         0,
         {
@@ -41,7 +46,9 @@ def test_a_good_script_is_described_and_tried(tmp_path, capsys):
     assert model["optimizer"]["name"] == "SGD"
     sizes = [math.prod(shape) for kind, _, shape, _, _ in model["tensors"] if kind == "param"]
     assert sum(sizes) == 5 * 24 + 24 + 2 * 24 + 24 * 24 + 24 + 24 * 3 + 3
-    assert {tuple(tensor[3:]) for tensor in model["tensors"] if tensor[0] == "param"} == {("torch.float32", 0)}
+    assert {tuple(tensor[3:]) for tensor in model["tensors"] if tensor[0] == "param"} == {
+        ("torch.float32", 0)
+    }
 
 
 def test_without_the_check_nothing_is_built_or_read(tmp_path, capsys):
@@ -56,7 +63,11 @@ def test_without_the_check_nothing_is_built_or_read(tmp_path, capsys):
     [
         ({"model": ""}, 2, "has no function 'model'"),
         ({"model": "def model():\n    return 3\n"}, 2, "model() returned int"),
-        ({"optimizer": "def optimizer(m):\n    return torch.optim.LBFGS(m.parameters())\n"}, 2, "LBFGS cannot run"),
+        (
+            {"optimizer": "def optimizer(m):\n    return torch.optim.LBFGS(m.parameters())\n"},
+            2,
+            "LBFGS cannot run",
+        ),
         (
             {"scheduler": "def scheduler(o):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(o)\n"},
             2,
@@ -72,8 +83,16 @@ def test_without_the_check_nothing_is_built_or_read(tmp_path, capsys):
             "plateau_metric is accuracy, and an evaluation has the metrics loss",
         ),
         ({"dataset": "def dataset():\n    return Npy('/nowhere.npy')\n"}, 2, "/nowhere.npy does not exist"),
-        ({"dataset": "def dataset():\n    return Npy('/no*where.npy')\n"}, 2, "/no*where.npy matches no file"),
-        ({"model": "def model():\n    return nn.Linear(7, 3)\n"}, 1, "mat1 and mat2 shapes cannot be multiplied"),
+        (
+            {"dataset": "def dataset():\n    return Npy('/no*where.npy')\n"},
+            2,
+            "/no*where.npy matches no file",
+        ),
+        (
+            {"model": "def model():\n    return nn.Linear(7, 3)\n"},
+            1,
+            "mat1 and mat2 shapes cannot be multiplied",
+        ),
         ({"loss": "def loss(model, batch):\n    raise KeyError('z')\n"}, 1, "KeyError: 'z'"),
         ({"head": "import nothing_of_that_name\n"}, 1, "ModuleNotFoundError"),
         ({"config": "config = {'lanes': 3}\n"}, 2, "lanes must be a power of two, got 3"),
@@ -93,7 +112,9 @@ def test_settings_that_are_not_possible_are_not_said_to_be_the_scripts(tmp_path,
     code, found = inspected(script, capsys, settings=["min-members=2"])
     error = found["error"]
     assert code == 2
-    assert error["message"].startswith("these settings are not possible together: min_members is 2, which only jobs")
+    assert error["message"].startswith(
+        "these settings are not possible together: min_members is 2, which only jobs"
+    )
     assert error["details"]["config"] == ["epochs"]
     (problem,) = error["details"]["problems"]
     assert problem.startswith("min_members is 2")
@@ -125,7 +146,10 @@ FEW = 'self.user = trireme.nn.Embedding("user", 3, max_rows=1024)'
             ONE,
             "x[:, 0]",
             1,
-            "InvalidArgument: table user: got a tensor of torch.float32; ids are int64, int32, uint64 or uint32",
+            (
+                "InvalidArgument: table user: got a tensor of torch.float32; ids are int64, int32, "
+                "uint64 or uint32"
+            ),
         ),
         (ONE, "ids[:, 0].tolist()", 1, "InvalidArgument: table user: got list; give a tensor of integers"),
         (
@@ -134,7 +158,12 @@ FEW = 'self.user = trireme.nn.Embedding("user", 3, max_rows=1024)'
             1,
             "got ids of shape (8,) without offsets; bags are (bags, ids) without offsets, or (ids,) with",
         ),
-        (BAG, "ids.unflatten(1, (5, 1))", 1, "got ids of shape (8, 5, 1) without offsets; bags are (bags, ids)"),
+        (
+            BAG,
+            "ids.unflatten(1, (5, 1))",
+            1,
+            "got ids of shape (8, 5, 1) without offsets; bags are (bags, ids)",
+        ),
         (
             f'{ONE}; self.item = trireme.nn.Embedding("user", 4)',
             "ids[:, 0]",
@@ -196,12 +225,14 @@ def test_an_error_in_the_first_minibatch_says_so(tmp_path, capsys):
 def test_records_that_make_no_batch_show_what_to_do_and_no_frames_of_ours(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"x": [1]}\n{"x": [1, 2]}\n')
     parts = {
-        "dataset": "def dataset():\n    from trireme_shared.protocol.records.datasets import JsonLines\n    return JsonLines({folder!r} + '/x.jsonl')\n",
+        "dataset": "def dataset():\n    from trireme_shared.protocol.records.datasets import JsonLines\n    "
+        "return JsonLines({folder!r} + '/x.jsonl')\n",
         "config": "config = {'lanes': 1}\n",
     }
     code, found = inspected(write_script(tmp_path, **parts), capsys)
     told = (
-        "column 'x': record 0 of the minibatch has shape (1,), record 1 has shape (2,); one tensor needs one shape; "
+        "column 'x': record 0 of the minibatch has shape (1,), record 1 has shape (2,); one tensor "
+        "needs one shape; "
         "define collate(records) in your script, or make the values alike in the data"
     )
     details = found["error"]["details"]
@@ -210,7 +241,10 @@ def test_records_that_make_no_batch_show_what_to_do_and_no_frames_of_ours(tmp_pa
 
 
 def test_an_error_below_backward_shows_no_frames_of_ours(tmp_path, capsys):
-    loss = "def loss(model, batch):\n    z = model(batch['x']).exp()\n    total = z.sum()\n    z.add_(1)\n    return total\n"
+    loss = (
+        "def loss(model, batch):\n    z = model(batch['x']).exp()\n    total = z.sum()\n    "
+        "z.add_(1)\n    return total\n"
+    )
     _, found = inspected(write_script(tmp_path, loss=loss), capsys)
     assert "modified by an inplace operation" in found["error"]["details"]["traceback"]
     assert "trainer_agent" not in found["error"]["details"]["traceback"]
@@ -269,10 +303,14 @@ def test_files_without_a_schema_are_compared_unless_the_script_collates(tmp_path
         record = last if number == 2 else json.dumps(dict.fromkeys("abcde", 1))
         (tmp_path / f"{number}.jsonl").write_text(f"{record}\n" * 4)
     small = "def model():\n    return nn.Linear(5, 3)\n"
-    code, found = inspected(write_script(tmp_path, "plain_json", dataset=JSON_FILES, loss="", model=small), capsys)
+    code, found = inspected(
+        write_script(tmp_path, "plain_json", dataset=JSON_FILES, loss="", model=small), capsys
+    )
     assert (code == 0) == (not told)
     assert not told or re.search(told, found["error"]["message"])
     collate = "def collate(records):\n    return {'a': torch.zeros(len(records), 5)}\n"
     loss = "def loss(model, batch):\n    return model(batch['a']).square().mean()\n"
-    script = write_script(tmp_path, "collated_json", dataset=JSON_FILES, loss=loss, model=small, collate=collate)
+    script = write_script(
+        tmp_path, "collated_json", dataset=JSON_FILES, loss=loss, model=small, collate=collate
+    )
     assert inspected(script, capsys)[0] == 0

@@ -79,15 +79,22 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("module")
 def test_items_are_records_and_errors_name_the_item():
     reader = open_dataset(MapStyle("items_module:Items"))
-    assert list(reader.read("items_module:Items", 0, 2).minibatch([1, 0])) == [{"x": 1, "y": -1}, {"x": 0, "y": 0}]
-    assert list(open_dataset(MapStyle("items_module:Items", columns=("a", "b"))).read("", 1, 1).minibatch([0])) == [
-        {"a": 1, "b": -1}
+    assert list(reader.read("items_module:Items", 0, 2).minibatch([1, 0])) == [
+        {"x": 1, "y": -1},
+        {"x": 0, "y": 0},
     ]
-    with pytest.raises(DatasetError, match="item 2 of items_module:Items cannot be read: OSError: disk on fire"):
+    assert list(
+        open_dataset(MapStyle("items_module:Items", columns=("a", "b"))).read("", 1, 1).minibatch([0])
+    ) == [{"a": 1, "b": -1}]
+    with pytest.raises(
+        DatasetError, match="item 2 of items_module:Items cannot be read: OSError: disk on fire"
+    ):
         reader.read("items_module:Items", 2, 1)
     with pytest.raises(DatasetError, match="has 3 values, but there are 2 names: x, y"):
         reader.read("items_module:Items", 3, 1)
-    with pytest.raises(DatasetError, match=r"is a dict with the columns x, y, and columns=\(a, b\) name the values"):
+    with pytest.raises(
+        DatasetError, match=r"is a dict with the columns x, y, and columns=\(a, b\) name the values"
+    ):
         open_dataset(MapStyle("items_module:named", columns=("a", "b"))).read("items_module:named", 0, 1)
     with pytest.raises(DatasetError, match="ends at record 5, but records 5 to 6 were counted"):
         reader.read("items_module:Items", 5, 2)
@@ -121,7 +128,9 @@ def test_a_script_with_its_own_loop_is_told_to_name_the_object(tmp_path):
         "    trireme.backward(model(batch['x'][:, None]).mean())\n"
         "    optimizer.step()\n"
     )
-    with pytest.raises(InvalidArgument, match="got as dataset list, an object that trainers cannot find") as caught:
+    with pytest.raises(
+        InvalidArgument, match="got as dataset list, an object that trainers cannot find"
+    ) as caught:
         load(path).dataset()
     assert 'MapStyle("module:name")' in str(caught.value.hint)
 
@@ -140,7 +149,8 @@ SPLIT = """
 
 
 def split(folder, name, seed):
-    """What the two functions give in a process of its own, through the readers and as the script's description sees it; and how often they were called."""
+    """What the two functions give in a process of its own, through the readers and as the script's
+    description sees it; and how often they were called."""
     user = load(write_script(folder, name, dataset=SPLIT))
     import sys
 
@@ -165,7 +175,9 @@ def test_a_random_split_gives_the_same_parts_in_every_process_and_both_calls(tmp
     assert calls == 2, "each object is made once"
     trained, held_out = parts
     low = min(trained + held_out)
-    assert sorted(n - low for n in trained + held_out) == list(range(60)), "each record is trained or evaluated"
+    assert sorted(n - low for n in trained + held_out) == list(range(60)), (
+        "each record is trained or evaluated"
+    )
     assert split(tmp_path, "random_split_one", 4)[0] != parts
 
 
@@ -178,7 +190,9 @@ def test_another_seed_in_one_process_makes_the_object_anew(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "name", "records"), [(MapStyle, "Map", 5), (IterableStyle, "Sized", 3)])
-def test_an_object_whose_length_is_another_one_in_this_process_is_refused_with_both(tmp_path, kind, name, records):
+def test_an_object_whose_length_is_another_one_in_this_process_is_refused_with_both(
+    tmp_path, kind, name, records
+):
     module = f"objects_shrunk_{name}".lower()
     load(script(tmp_path, module, f"{name}()"))
     for counted in (records - 1, records + 1):

@@ -1,4 +1,5 @@
-"""A script whose result depends on a generator, a counter or a queue of its own is refused by name; one that only looks so is not."""
+"""A script whose result depends on a generator, a counter or a queue of its own is refused by name; one that
+only looks so is not."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ HEAD = """
     from trireme_shared.protocol.records.datasets import Custom, MapStyle, Npy
 """
 NOISY_LOSS = (
-    "def loss(model, batch):\n    noise = {noise}\n    return F.cross_entropy(model(batch['x'] + noise), batch['y'])\n"
+    "def loss(model, batch):\n    noise = {noise}\n    return F.cross_entropy(model(batch['x'] + "
+    "noise), batch['y'])\n"
 )
 LEAKING = """
     KEPT = {{"rng": np.random.default_rng(0)}}
@@ -66,7 +68,8 @@ REFUSED = {
     "generator in a hook of the model": (
         {
             "model": LEAKING.format(
-                attribute="rng = random.Random(0); self.register_forward_hook(lambda m, i, out: out + rng.random())",
+                attribute="rng = random.Random(0); self.register_forward_hook(lambda m, i, out: out + "
+                "rng.random())",
                 forward="",
             )
         },
@@ -87,7 +90,10 @@ REFUSED = {
         "rng of own_generator_in_a_closure_of_collate.py: a random generator",
     ),
     "generator that seldom matters": (
-        {"own": "RNG = random.Random(0)\n", "loss": NOISY_LOSS.format(noise="1.0 if RNG.random() < 1e-9 else 0.0")},
+        {
+            "own": "RNG = random.Random(0)\n",
+            "loss": NOISY_LOSS.format(noise="1.0 if RNG.random() < 1e-9 else 0.0"),
+        },
         "RNG of own_generator_that_seldom_matters.py: a random generator",
     ),
     "generator of an iterator": (
@@ -112,14 +118,16 @@ REFUSED = {
     "counter": (
         {
             "own": "STEP = [0]\n",
-            "loss": "def loss(model, batch):\n    STEP[0] += 1\n    return F.cross_entropy(model(batch['x']), batch['y']) * STEP[0]\n",
+            "loss": "def loss(model, batch):\n    STEP[0] += 1\n    return "
+            "F.cross_entropy(model(batch['x']), batch['y']) * STEP[0]\n",
         },
         r"state of its own that changed: STEP\[0\] of own_counter.py",
     ),
     "counter in the loss alone": (
         {
             "own": "STEP = [0]\n",
-            "loss": "def loss(model, batch):\n    STEP[0] += 1\n    return F.cross_entropy(model(batch['x']), batch['y']) + STEP[0]\n",
+            "loss": "def loss(model, batch):\n    STEP[0] += 1\n    return "
+            "F.cross_entropy(model(batch['x']), batch['y']) + STEP[0]\n",
         },
         r"computed twice, the loss was \d\S+ and then \d",
     ),
@@ -184,7 +192,9 @@ def test_what_is_the_same_in_each_process_is_accepted_without_a_word(tmp_path, c
     assert (code, found.get("notice")) == (0, None), found
 
 
-@pytest.mark.parametrize("settings", [("mode=async", "checkpoint_kind=independent"), ("deterministic=false",)])
+@pytest.mark.parametrize(
+    "settings", [("mode=async", "checkpoint_kind=independent"), ("deterministic=false",)]
+)
 def test_a_job_that_is_not_deterministic_is_only_told(tmp_path, capsys, settings):
     parts, message = REFUSED["numpy generator"]
     script = write_script(tmp_path, named("numpy generator"), **{"head": HEAD} | parts)
@@ -194,7 +204,10 @@ def test_a_job_that_is_not_deterministic_is_only_told(tmp_path, capsys, settings
 
 
 def test_a_counter_that_changes_nothing_is_told_and_not_refused(tmp_path, capsys):
-    loss = "def loss(model, batch):\n    CALLS.append(1)\n    return F.cross_entropy(model(batch['x']), batch['y'])\n"
+    loss = (
+        "def loss(model, batch):\n    CALLS.append(1)\n    return F.cross_entropy(model(batch['x']), "
+        "batch['y'])\n"
+    )
     code, found = inspected(write_script(tmp_path, "own_calls", own="CALLS = []\n", loss=loss), capsys)
     assert code == 0
     assert "changes CALLS of own_calls.py" in found["notice"]
@@ -218,7 +231,9 @@ BATCHES = """
     ],
     ids=["of the module", "of a function"],
 )
-def test_a_generator_in_a_loop_of_ones_own_is_refused_by_the_function_that_holds_it(tmp_path, capsys, loop, where):
+def test_a_generator_in_a_loop_of_ones_own_is_refused_by_the_function_that_holds_it(
+    tmp_path, capsys, loop, where
+):
     code, found = inspected(write_loop(tmp_path, loop=loop), capsys)
     assert code == 2
     assert f"{where}: a random generator of the script's own" in found["error"]["message"]
@@ -239,8 +254,11 @@ def test_kernels_that_give_other_bits_each_time_are_no_fault_of_a_script(tmp_pat
 
 
 def test_a_trainer_tells_of_a_generator_that_moves_with_its_minibatches(build):
-    """Also one that nobody has inspected: started by hand, or with an order of records that only some minibatches have."""
-    compute = build(head=HEAD, own="RNG = np.random.default_rng(0)\n", loss=NOISY_LOSS.format(noise="RNG.normal()"))
+    """Also one that nobody has inspected: started by hand, or with an order of records that only some
+    minibatches have."""
+    compute = build(
+        head=HEAD, own="RNG = np.random.default_rng(0)\n", loss=NOISY_LOSS.format(noise="RNG.normal()")
+    )
     told = []
     for number in range(4):
         compute.forget_nodes()

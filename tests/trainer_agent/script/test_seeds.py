@@ -1,4 +1,5 @@
-"""Each piece of a script's code draws the same random numbers in every process of its job, whatever was drawn there before."""
+"""Each piece of a script's code draws the same random numbers in every process of its job, whatever was drawn
+there before."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ PARTS = {
     "head": HEAD,
     "own": f"AT_IMPORT = {DRAWN}\n",
     "optimizer": f"def optimizer(model):\n    return torch.optim.SGD(model.parameters(), lr={DRAWN})\n",
-    "scheduler": f"def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma={DRAWN})\n",
+    "scheduler": "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 1, "
+    f"gamma={DRAWN})\n",
     "metrics": f"def metrics(sums):\n    return {{'drawn': {DRAWN}}}\n",
     "collate": f"def collate(records):\n    return {DRAWN}\n",
     "ids": "def ids(batch):\n    return batch\n",
@@ -40,7 +42,8 @@ PARTS = {
 
 @pytest.fixture
 def in_two_processes(tmp_path):
-    """What `find` returns after other random numbers were drawn, twice; it must leave the generators as they were."""
+    """What `find` returns after other random numbers were drawn, twice; it must leave the generators as they
+    were."""
 
     def both(find):
         found = []
@@ -128,7 +131,8 @@ def test_what_a_loop_draws_between_prepare_and_its_first_batch_is_the_same_for_e
 
 
 def losses_of(script: Path, seed: int) -> float:
-    """Of a minibatch with the same seed, after one that has `seed`: that of whichever lane and step is first at a trainer."""
+    """Of a minibatch with the same seed, after one that has `seed`: that of whichever lane and step is first
+    at a trainer."""
     with ThreadPoolExecutor(1) as executor:
         user = load(script)
         compute = executor.submit(TorchCompute, user, spec_for(script), executor).result()

@@ -1,4 +1,5 @@
-"""What is wrong with a script is told in one message that says what to do; what it raises keeps only its own frames."""
+"""What is wrong with a script is told in one message that says what to do; what it raises keeps only its own
+frames."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from trireme_shared.protocol.records.datasets import Npy
 
 
 def test_hooks_are_found_and_the_main_part_is_not_run(tmp_path):
-    user = load(write_script(tmp_path, main='if __name__ == "__main__":\n    raise SystemExit("ran as main")\n'))
+    user = load(
+        write_script(tmp_path, main='if __name__ == "__main__":\n    raise SystemExit("ran as main")\n')
+    )
     assert [user.has(hook) for hook in ("model", "loss", "collate", "metrics")] == [True, True, False, False]
     assert user.dataset() == Npy(f"{tmp_path}/x.npy", f"{tmp_path}/y.npy", aligned=True)
     assert user.config == {}
@@ -23,7 +26,9 @@ def test_hooks_are_found_and_the_main_part_is_not_run(tmp_path):
 
 def test_a_script_finds_its_neighbours(tmp_path):
     (tmp_path / "user_neighbour.py").write_text("WIDTH = 5\n")
-    user = load(write_script(tmp_path, config="import user_neighbour\nconfig = {'epochs': user_neighbour.WIDTH}\n"))
+    user = load(
+        write_script(tmp_path, config="import user_neighbour\nconfig = {'epochs': user_neighbour.WIDTH}\n")
+    )
     assert user.config == {"epochs": 5}
 
 

@@ -1,4 +1,5 @@
-"""`init_from`: a job starts with the values in a file; frozen ones reach every trainer, and later ones take the job's own copy."""
+"""`init_from`: a job starts with the values in a file; frozen ones reach every trainer, and later ones take
+the job's own copy."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from trireme.plain import run
 from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch
 from trireme_shared.protocol.records import Phase
 
-MODEL = "def model():\n    return nn.Sequential(nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 3))\n"
+MODEL = (
+    "def model():\n    return nn.Sequential(nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), "
+    "nn.Linear(24, 3))\n"
+)
 FROZEN = MODEL.replace("return", "net =") + "    net[0].requires_grad_(False)\n    return net\n"
 
 

@@ -1,4 +1,5 @@
-"""`init_optimizer`: a job starts with the state of an optimizer and a scheduler, with the bits of plain training that does."""
+"""`init_optimizer`: a job starts with the state of an optimizer and a scheduler, with the bits of plain
+training that does."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import TrainerMember
 
-SCHEDULER = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 12], 0.5)\n"
+SCHEDULER = (
+    "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 12], 0.5)\n"
+)
 GROUPS = """
 def optimizer(model):
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters()), "momentum": 0.0}]
@@ -106,7 +109,10 @@ def refusal(script: Path, path: str) -> str:
 
 
 def test_a_state_that_does_not_fit_is_refused_with_what_differs(tmp_path):
-    adam, sgd = "torch.optim.Adam(model.parameters())", "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+    adam, sgd = (
+        "torch.optim.Adam(model.parameters())",
+        "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
+    )
     begun = saved(written(tmp_path, sgd))
     told = refusal(written(tmp_path, adam), begun)
     assert "0.weight has momentum_buffer, exp_avg, exp_avg_sq, step is needed" in told
@@ -116,14 +122,18 @@ def test_a_state_that_does_not_fit_is_refused_with_what_differs(tmp_path):
     script = written(tmp_path, sgd)
     assert "has no state of an optimizer" in refusal(script, saved(script, optimizer=None))
     assert "is not what optimizer.state_dict() gives" in refusal(script, saved(script, optimizer={"lr": 0.1}))
-    assert "no state of a scheduler, and the script has scheduler()" in refusal(script, saved(script, scheduler=None))
+    assert "no state of a scheduler, and the script has scheduler()" in refusal(
+        script, saved(script, scheduler=None)
+    )
     found = torch.load(begun, weights_only=True)["optimizer"]
     found["state"][0]["momentum_buffer"] = torch.zeros(3)
     assert "0.weight has momentum_buffer of shape [3], [24, 5] is needed" in refusal(
         script, saved(script, optimizer=found)
     )
     found["state"].pop(0)
-    assert "0.weight has no state, momentum_buffer is needed" in refusal(script, saved(script, optimizer=found))
+    assert "0.weight has no state, momentum_buffer is needed" in refusal(
+        script, saved(script, optimizer=found)
+    )
 
 
 def test_other_ways_to_save_it_are_understood(tmp_path):
@@ -166,7 +176,11 @@ async def test_a_model_made_for_a_job_that_had_begun_does_not_initialise_one_tha
         assert (first.may_initialise, later.may_initialise) == (True, False)
         assert [name for name, _ in first.initial_state(0)] == ["step", "exp_avg", "exp_avg_sq"]
         etcd = Etcd(SimulatedEtcd().transport("trainer"))
-        member = TrainerMember(trainer="trainer-0", url="http://127.0.0.1:1", incarnation="x", host="here", pid=1)
+        member = TrainerMember(
+            trainer="trainer-0", url="http://127.0.0.1:1", incarnation="x", host="here", pid=1
+        )
         mine = Membership(etcd, member)
         async with asyncio.timeout(20):
-            assert not await ensure_initialised(spec, Directory(etcd, Keys("test")), etcd, mine, later, DirectPserver)
+            assert not await ensure_initialised(
+                spec, Directory(etcd, Keys("test")), etcd, mine, later, DirectPserver
+            )

@@ -1,4 +1,5 @@
-"""`init_from` with embedding tables: rows start with those in `tables/` beside the file, in one process and at any number of parameter servers."""
+"""`init_from` with embedding tables: rows start with those in `tables/` beside the file, in one process and
+at any number of parameter servers."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def scripted(folder: Path, model: str = MODEL, dim: int = 4) -> Path:
 
 @pytest.fixture
 def first(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The exported model of a run; its tables lie beside it. Of each test: scripts that it loads are forgotten behind it."""
+    """The exported model of a run; its tables lie beside it. Of each test: scripts that it loads are
+    forgotten behind it."""
     folder = tmp_path_factory.mktemp("first")
     written(run(load(scripted(folder)), spec_for(folder / "script.py", seed=11)), folder)
     return str(folder / "model.safetensors")
@@ -68,7 +70,9 @@ def rows_of(folder: str | Path) -> dict[str, dict[int, list[float]]]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-async def test_a_job_starts_with_the_rows_beside_the_file_as_plain_python_does(tmp_path, first, mode, monkeypatch):
+async def test_a_job_starts_with_the_rows_beside_the_file_as_plain_python_does(
+    tmp_path, first, mode, monkeypatch
+):
     monkeypatch.setattr(start_rows, "WAIT_S", 0.0)  # they take longer than a request waits
     script = scripted(tmp_path)
     plain = run(load(script), spec_for(script, init_from=first))
@@ -119,7 +123,10 @@ def test_states_of_rows_are_asked_for_with_init_optimizer(tmp_path, first):
     torch.save(load(script).call("model").state_dict(), tmp_path / "begun.pt")
     shutil.copytree(Path(first).parent / "tables", tmp_path / "tables")
     spec = spec_for(script, init_from=str(tmp_path / "begun.pt"), init_optimizer=True)
-    said = "table item has no state of an optimizer, the model's adagrad needs 2; table user has no state of an optimizer, the model's adam needs 8"
+    said = (
+        "table item has no state of an optimizer, the model's adagrad needs 2; table user has no state "
+        "of an optimizer, the model's adam needs 8"
+    )
     with pytest.raises(InvalidArgument, match=said):
         load_start_values(load(script).call("model"), spec)
 
@@ -174,7 +181,9 @@ def test_rows_start_with_the_state_of_new_ones_and_no_slot_has_more_than_its_sha
     put_rows(half, fit.tables[0], np.arange(8) < 4)
     assert 0 < half.rows < 1000
     assert not half.counts_by_slot()[4:].any()
-    assert fit_tables([spec_of_table(max_rows=999)], start).too_many == ("table t (1000 rows, max_rows is 999)",)
+    assert fit_tables([spec_of_table(max_rows=999)], start).too_many == (
+        "table t (1000 rows, max_rows is 999)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,11 @@ def test_rows_start_with_the_state_of_new_ones_and_no_slot_has_more_than_its_sha
     [
         (np.array([3, 2, 9]), np.zeros((3, 2), np.float32), "do not ascend"),
         (np.array([3, 3, 9]), np.zeros((3, 2), np.float32), "do not ascend"),
-        (np.array([3, 5]), np.zeros((3, 2), np.float32), "is no table: it has ids int64 .2., values float32 .3, 2."),
+        (
+            np.array([3, 5]),
+            np.zeros((3, 2), np.float32),
+            "is no table: it has ids int64 .2., values float32 .3, 2.",
+        ),
     ],
 )
 def test_a_file_that_is_no_table_is_told(tmp_path, ids, values, said):

@@ -66,7 +66,9 @@ def test_outputs_and_gradients_have_the_bits_of_torchs(data: Any) -> None:
     if padding is not None:
         theirs.weight.data[padding] = 0
     tables, generator = ModelTables(ours, 1), torch.Generator().manual_seed(seed)
-    shapes = data.draw(st.lists(st.sampled_from([(), (0,), (5,), (2, 30), (4, 1, 3)]), min_size=1, max_size=3))
+    shapes = data.draw(
+        st.lists(st.sampled_from([(), (0,), (5,), (2, 30), (4, 1, 3)]), min_size=1, max_size=3)
+    )
     with tables.recording(source) as recording:
         places = [torch.randint(0, len(ORDER), shape, generator=generator) for shape in shapes]
         mine = torch.cat([ours(real(each)).view(-1, DIM) for each in places])
@@ -86,7 +88,9 @@ def test_bags_have_the_bits_of_torchs(data: Any) -> None:
     seed, padded = data.draw(st.integers(0, 2**31)), data.draw(st.booleans())
     mode, generator = data.draw(st.sampled_from(["mean", "sum"])), torch.Generator().manual_seed(seed)
     ours, source = trireme.nn.EmbeddingBag("t", DIM, mode, padding_idx=7 if padded else None), Weights(seed)
-    theirs = nn.EmbeddingBag(len(ORDER), DIM, mode=mode, sparse=True, padding_idx=ORDER.index(7) if padded else None)
+    theirs = nn.EmbeddingBag(
+        len(ORDER), DIM, mode=mode, sparse=True, padding_idx=ORDER.index(7) if padded else None
+    )
     theirs.weight.data = torch.from_numpy(source.values.copy())
     arguments: dict[str, Any] = {}
     if data.draw(st.booleans()):
@@ -94,7 +98,9 @@ def test_bags_have_the_bits_of_torchs(data: Any) -> None:
         places = torch.randint(0, len(ORDER), (int(sizes.sum()),), generator=generator)
         arguments["offsets"] = sizes.cumsum(0) - sizes
     else:
-        places = torch.randint(0, len(ORDER), data.draw(st.sampled_from([(4, 5), (3, 1)])), generator=generator)
+        places = torch.randint(
+            0, len(ORDER), data.draw(st.sampled_from([(4, 5), (3, 1)])), generator=generator
+        )
     if mode == "sum" and data.draw(st.booleans()):
         arguments["per_sample_weights"] = torch.randn(places.shape, generator=generator)
     with ModelTables(ours, 1).recording(source) as recording:
@@ -126,7 +132,8 @@ def test_int32_is_an_id_too_and_rows_that_the_loss_does_not_use_get_no_gradient(
     layer, source = trireme.nn.Embedding("t", DIM), Weights()
     with ModelTables(layer, 1).recording(source) as recording:
         assert torch.equal(
-            layer(torch.tensor([3, 4], dtype=torch.int32)), torch.from_numpy(source.lookup(0, np.array([3, 4])))
+            layer(torch.tensor([3, 4], dtype=torch.int32)),
+            torch.from_numpy(source.lookup(0, np.array([3, 4]))),
         )
         layer(torch.tensor([5, 3])).sum().backward()
         with torch.no_grad():
@@ -175,7 +182,11 @@ BAG_2, BAG_1 = torch.tensor([[3, 4]]), torch.tensor([3, 4])
     ("kind", "arguments", "message"),
     [
         ("Embedding", ([3],), r"got list; give a tensor of integers"),
-        ("Embedding", (torch.tensor([3.0]),), r"got a tensor of torch.float32; ids are int64, int32, uint64 or uint32"),
+        (
+            "Embedding",
+            (torch.tensor([3.0]),),
+            r"got a tensor of torch.float32; ids are int64, int32, uint64 or uint32",
+        ),
         ("Embedding", (torch.tensor([True]),), r"got a tensor of torch.bool"),
         ("EmbeddingBag", (BAG_1,), r"ids of shape \(2,\) without offsets; bags are \(bags, ids\)"),
         ("EmbeddingBag", (BAG_2, torch.tensor([0])), r"ids of shape \(1, 2\) with offsets"),
@@ -186,7 +197,11 @@ BAG_2, BAG_1 = torch.tensor([[3, 4]]), torch.tensor([3, 4])
         ("EmbeddingBag", (BAG_1, torch.tensor([0.0])), "offsets: got a tensor of torch.float32"),
         ("EmbeddingBag", (BAG_1, torch.tensor([[0]])), r"offsets have the shape \(1, 1\)"),
         ("EmbeddingBag", (BAG_1, torch.empty(0, dtype=torch.int64)), "got 2 ids and no bag"),
-        ("EmbeddingBag", (BAG_2, None, torch.ones(1, 2)), "per_sample_weights need mode \"sum\", the layer has 'mean'"),
+        (
+            "EmbeddingBag",
+            (BAG_2, None, torch.ones(1, 2)),
+            "per_sample_weights need mode \"sum\", the layer has 'mean'",
+        ),
     ],
 )
 def test_what_is_no_input_is_told(kind: str, arguments: tuple[Any, ...], message: str) -> None:
@@ -215,7 +230,9 @@ def test_what_is_no_input_is_told(kind: str, arguments: tuple[Any, ...], message
         ({"padding_idx": 2**64}, "padding_idx is 18446744073709551616"),
     ],
 )
-def test_settings_that_cannot_be_are_told_when_the_layer_is_made(arguments: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be_are_told_when_the_layer_is_made(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidArgument, match=message):
         trireme.nn.Embedding(**({"name": "t", "dim": 2} | arguments))
     with pytest.raises(InvalidArgument, match="lr is -1: Input should be greater"):
@@ -236,7 +253,9 @@ def test_tables_are_in_the_order_of_their_names_and_layers_share_them() -> None:
     assert specs == ModelTables(model, 5).specs != ModelTables(model, 6).specs
     assert (list(model.parameters()), model.state_dict()) == ([], {})
     model["z"] = trireme.nn.Embedding("b", 4, init="zeros")
-    with pytest.raises(InvalidArgument, match="two layers use the table b with different settings: dim 2 and 4"):
+    with pytest.raises(
+        InvalidArgument, match="two layers use the table b with different settings: dim 2 and 4"
+    ):
         ModelTables(model, 5)
 
 
@@ -286,7 +305,9 @@ def test_ids_that_were_named_are_not_sorted_a_second_time(monkeypatch: pytest.Mo
     layer, source, ids = trireme.nn.Embedding("t", DIM), Weights(), torch.tensor([[3, 8], [3, 7]])
     tables, named = ModelTables(layer, 1), named_ids(["t"], {"t": ids})
     sorted_ids: list[list[int]] = []
-    monkeypatch.setattr(recording, "grouped", lambda given: sorted_ids.append(given.tolist()) or grouped(given))
+    monkeypatch.setattr(
+        recording, "grouped", lambda given: sorted_ids.append(given.tolist()) or grouped(given)
+    )
     with tables.recording(source, named=named) as found:
         layer(ids.clone()).sum().backward()
         assert sorted_ids == []

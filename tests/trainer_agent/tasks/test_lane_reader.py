@@ -33,7 +33,8 @@ async def made(tmp_path):
         await made.etcd.put(made.keys.layout, b"{}")
         await made.etcd.put(made.keys.init_done, b"test")
         await made.etcd.put(
-            made.keys.trainer(ME), f'{{"trainer":"{ME}","url":"","incarnation":"x","host":"x","pid":1}}'.encode()
+            made.keys.trainer(ME),
+            f'{{"trainer":"{ME}","url":"","incarnation":"x","host":"x","pid":1}}'.encode(),
         )
         await made.directory.wait_for(lambda view: bool(view.trainers.names), 10, "lanes")
         yield made
@@ -81,7 +82,11 @@ async def test_a_lane_is_taken_over_at_any_position(made):
     portions = await walk(reader(made), LanePosition(lane=0))
     for portion in portions[3:]:  # whoever comes later starts in the middle
         taken = await reader(made).at(portion.before)
-        assert (keys_of(taken), taken.after, taken.finishes) == (keys_of(portion), portion.after, portion.finishes)
+        assert (keys_of(taken), taken.after, taken.finishes) == (
+            keys_of(portion),
+            portion.after,
+            portion.finishes,
+        )
 
 
 async def test_the_same_position_again_gives_the_same_records_without_asking_the_master(made):
@@ -158,7 +163,9 @@ async def test_a_lost_answer_is_asked_for_with_the_same_request(made):
                 raise PeerError("the answer got lost")
             return answer
 
-    answer = await TaskSource(made.spec, Lossy(), ME, at_once).acquire(made.directory.state.generation, 0, 0, 0)
+    answer = await TaskSource(made.spec, Lossy(), ME, at_once).acquire(
+        made.directory.state.generation, 0, 0, 0
+    )
     assert answer.task.attempt == 1
     assert [ask.request for ask in asked] == [asked[0].request] * 2
 
@@ -198,7 +205,8 @@ async def test_what_a_machine_lacks_is_waited_for_and_is_never_a_tasks_failure(t
     source = TaskSource(spec, master := WaitingMaster(), ME, at_once)
     assert len((await source.load(task)).shard) == 2
     assert failing.reads == 4
-    assert [heard[:2] for heard in master.heard] == [("1", 1), ("1", 2), ("1", 3)]  # it grows: the task is not late
+    # it grows: the task is not late
+    assert [heard[:2] for heard in master.heard] == [("1", 1), ("1", 2), ("1", 3)]
     assert "no" in master.heard[0][2]
     monkeypatch.setattr("trainer_agent.tasks.source.READ_LIMIT_S", 0.002)
     failing.failures = 1000

@@ -51,7 +51,9 @@ def left(*works: BegunWork, hung: bool = False) -> begun.Left:
         ("exit code 70", True, "hung for 1200 s (task_timeout_ceiling_s)"),
     ],
 )
-async def test_each_thing_that_was_begun_is_reported_with_the_end_and_the_records(monkeypatch, end, hung, how):
+async def test_each_thing_that_was_begun_is_reported_with_the_end_and_the_records(
+    monkeypatch, end, hung, how
+):
     monkeypatch.setenv(begun.LAST_END, end)
     master = Master()
     works = BegunWork("2", 1, 3, "train.txt", 32, 16), BegunWork("3", 1, READING, "train.txt", 48, 16)

@@ -1,4 +1,5 @@
-"""A task in memory: its order is computed once however many lanes read by turns, and its records are there once."""
+"""A task in memory: its order is computed once however many lanes read by turns, and its records are there
+once."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ async def test_each_of_many_lanes_has_its_order_computed_once(tmp_path, monkeypa
     for number in range(RECORDS // 4):
         for lane, each in enumerate(loaded):
             chosen = minibatch_indices(source.spec.seed, 0, lane, RECORDS, 4, number, shuffle=True)
-            assert [record["y"] for record in source.minibatch(each, number)] == [lane * RECORDS + i for i in chosen]
+            assert [record["y"] for record in source.minibatch(each, number)] == [
+                lane * RECORDS + i for i in chosen
+            ]
     assert len(computed) == LANES
 
 
@@ -84,7 +87,9 @@ async def test_records_are_in_memory_once(tmp_path, monkeypatch, by_columns):
 
 async def test_what_is_not_shuffled_has_no_order(tmp_path, monkeypatch):
     source, _ = source_of(tmp_path, monkeypatch)
-    held_out = await source.load(Task(task_id="evaluate-3", kind="EVALUATE", attempt=1, first=0, count=RECORDS))
+    held_out = await source.load(
+        Task(task_id="evaluate-3", kind="EVALUATE", attempt=1, first=0, count=RECORDS)
+    )
     assert held_out.order is None
     assert [record["y"] for record in source.minibatch(held_out, 7)] == [28, 29, 30, 31]
     with pytest.raises(IndexError, match=r"minibatch 8 is outside \[0, 8\)"):

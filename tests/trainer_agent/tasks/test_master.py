@@ -22,7 +22,9 @@ from trireme_shared.protocol.records import AcquireTask, MasterAddress, UserFail
 
 
 def test_a_failure_says_what_happened_where_and_to_whom(tmp_path):
-    user = load(write_script(tmp_path, loss="def loss(model, batch):\n    raise ValueError('no such label')\n"))
+    user = load(
+        write_script(tmp_path, loss="def loss(model, batch):\n    raise ValueError('no such label')\n")
+    )
     with pytest.raises(UserCodeError) as raised:
         user.call("loss", None, None)
     failure = failure_of(raised.value, task="task 7 (x.npy records 0-15)", trainer="trainer-1")
@@ -46,7 +48,9 @@ async def test_a_trainer_that_fails_before_it_is_registered_is_believed() -> Non
         with closing(socket.create_server(("127.0.0.1", 0))) as listener:
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             following = asyncio.ensure_future(directory.run())
-            address = MasterAddress(url=f"http://127.0.0.1:{listener.getsockname()[1]}", term=master.term.number)
+            address = MasterAddress(
+                url=f"http://127.0.0.1:{listener.getsockname()[1]}", term=master.term.number
+            )
             await cluster.etcd.put(KEYS.master_address, address.to_bytes())
             await until(lambda: directory.master == address and server.started, "the master's address", 10)
             async with http.session() as client:
@@ -68,7 +72,9 @@ async def test_a_trainer_that_waits_for_a_task_turns_to_the_next_leader_at_once(
         await until(lambda: directory.master is not None, "the first master's address", 10)
         async with http.session() as client:
             ask = AcquireTask(trainer="t1", request="r", generation=1, wait_s=30)
-            asking = asyncio.ensure_future(HttpMaster(directory, client, cluster.etcd_of("t1")).acquire_task(ask))
+            asking = asyncio.ensure_future(
+                HttpMaster(directory, client, cluster.etcd_of("t1")).acquire_task(ask)
+            )
             await asyncio.sleep(0.1)
             assert not asking.done()
             await cluster.etcd.put(KEYS.master_address, MasterAddress(url="http://next", term=2).to_bytes())

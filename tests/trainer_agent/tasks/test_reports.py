@@ -87,7 +87,9 @@ def test_metrics_of_many_steps_go_in_one_batch_and_a_loss_that_is_no_number_is_l
 
     async def act(reports):
         for step in range(5):
-            reports.share(StepMetrics(step=step, epoch=0, loss_sum=float("nan") if step == 2 else 1.0, records=4))
+            reports.share(
+                StepMetrics(step=step, epoch=0, loss_sum=float("nan") if step == 2 else 1.0, records=4)
+            )
         await asyncio.sleep(1)
 
     virtually(lambda: with_reports(master, act))
@@ -158,7 +160,9 @@ def test_metrics_that_nobody_takes_do_not_pile_up():
 
 
 def logged(step, **values):
-    metrics = {name: MetricValue(total=value, weight=1, least=value, most=value) for name, value in values.items()}
+    metrics = {
+        name: MetricValue(total=value, weight=1, least=value, most=value) for name, value in values.items()
+    }
     return StepMetrics(step=step, epoch=0, loss_sum=1.0, records=1, metrics=metrics)
 
 

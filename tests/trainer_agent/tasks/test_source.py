@@ -63,7 +63,9 @@ async def test_a_task_at_which_a_process_died_is_read_while_nothing_is_computed(
     assert threads == ["reading", "computing"]
 
 
-async def test_objects_of_the_script_are_made_ahead_and_once_and_what_fails_there_is_told_with_a_task(monkeypatch):
+async def test_objects_of_the_script_are_made_ahead_and_once_and_what_fails_there_is_told_with_a_task(
+    monkeypatch,
+):
     calls: list[str] = []
 
     def made(name: str) -> Any:
@@ -91,10 +93,17 @@ async def test_objects_of_the_script_are_made_ahead_and_once_and_what_fails_ther
 
 async def test_errors_of_the_environment_are_tried_again_and_those_of_records_are_not():
     threads: list[str] = []
-    Failing.errors = [OSError(errno.EMFILE, "too many open files"), ConnectionRefusedError(errno.ECONNREFUSED, "no")]
+    Failing.errors = [
+        OSError(errno.EMFILE, "too many open files"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "no"),
+    ]
     assert len((await source(threads).load(TASK)).shard) == 2
     assert len(threads) == 3
-    for error in (OSError("image file is truncated"), SystemExit("no"), FileNotFoundError(errno.ENOENT, "gone")):
+    for error in (
+        OSError("image file is truncated"),
+        SystemExit("no"),
+        FileNotFoundError(errno.ENOENT, "gone"),
+    ):
         Failing.errors = [error] * 5  # the first records are looked at once, to see whether they draw
         with pytest.raises(TaskFailed, match=type(error).__name__):
             await source(threads).load(TASK)

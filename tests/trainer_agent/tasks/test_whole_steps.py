@@ -1,4 +1,5 @@
-"""The owner of lane 0 tells each step until it is stored; what it does not have, parameter servers are asked for."""
+"""The owner of lane 0 tells each step until it is stored; what it does not have, parameter servers are asked
+for."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ def owner(*done: int) -> WholeSteps:
 
 def test_steps_are_told_once_and_kept_until_they_are_stored() -> None:
     steps = owner(0, 1, 2)
-    assert (steps.active, steps.waiting, told(steps, 2), steps.waiting, told(steps)) == (True, 3, [0, 1], 1, [2])
+    assert (steps.active, steps.waiting, told(steps, 2), steps.waiting, told(steps)) == (
+        True,
+        3,
+        [0, 1],
+        1,
+        [2],
+    )
     steps.heard(MetricsTaken(next=3, stored=1), 0)
     assert (told(steps), steps.stored) == ([], 1)
     steps.heard(MetricsTaken(next=1, stored=1), 0)  # another master, which lacks what was not stored
@@ -46,7 +53,8 @@ def test_a_report_that_did_not_arrive_is_told_again() -> None:
 
 
 def test_steps_behind_a_missing_one_are_not_told_until_that_is_there() -> None:
-    """Who told them in a loop, because the master did not take them, stopped everything else in its process."""
+    """Who told them in a loop, because the master did not take them, stopped everything else in its
+    process."""
     steps = owner(7, 8)
     assert (told(steps), steps.tellable) == ([7, 8], False)
     steps.heard(MetricsTaken(next=0, stored=0), 0)
@@ -92,7 +100,8 @@ def test_another_timeline_begins_anew_and_answers_about_the_one_before_are_late(
 
 
 def test_what_was_stored_before_a_roll_back_does_not_count_behind_it() -> None:
-    """Else the first push to the timeline that begins makes parameter servers forget results that are stored nowhere yet."""
+    """Else the first push to the timeline that begins makes parameter servers forget results that are stored
+    nowhere yet."""
     steps = owner(5, 6)
     steps.heard(MetricsTaken(next=7, stored=7), 0)
     assert (steps.stored_in(0), steps.stored_in(9)) == (7, 0)

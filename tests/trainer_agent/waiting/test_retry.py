@@ -23,7 +23,9 @@ def test_peers_are_asked_again_with_growing_pauses_until_they_answer():
                 raise PeerError("not yet")
             return "here"
 
-        return await retry(call, "something"), [later - earlier for earlier, later in itertools.pairwise(asked)]
+        return await retry(call, "something"), [
+            later - earlier for earlier, later in itertools.pairwise(asked)
+        ]
 
     answer, pauses = virtually(main)
     assert answer == "here"
@@ -38,7 +40,8 @@ def test_retries_end_with_what_was_waited_for_and_the_last_answer():
         await retry(call, "an answer from pserver-3", limit_s=60)
 
     with pytest.raises(
-        DeadlineExceeded, match=r"gave up after 6\d s: an answer from pserver-3; the last answer: nobody there"
+        DeadlineExceeded,
+        match=r"gave up after 6\d s: an answer from pserver-3; the last answer: nobody there",
     ):
         virtually(main)
 

@@ -31,7 +31,8 @@ def test_the_most_serious_error_of_a_group_is_raised(errors, raised):
 @pytest.mark.parametrize("kind", [PeerError, Broken, ZeroDivisionError])
 @pytest.mark.parametrize("own_code_fails", [False, True])
 async def test_who_is_cancelled_while_a_task_fails_ends(kind, own_code_fails):
-    """Of both, asyncio's own group raises the error: a loop that tries again after it would go on for ever."""
+    """Of both, asyncio's own group raises the error: a loop that tries again after it would go on for
+    ever."""
     begun, tries = asyncio.Event(), 0
 
     async def fails_when_cancelled() -> None:

@@ -12,9 +12,20 @@ from trireme.background.process import MOST_WAITING, Lines, Messages
 from trireme.background.supervised import End, end_of, end_of_dead
 from trireme.launch.processes import ClusterError
 from trireme.settings import UsageError
-from trireme_shared.protocol.errors import CheckpointUnusable, Conflict, PeerError, TriremeError, UserCodeError
+from trireme_shared.protocol.errors import (
+    CheckpointUnusable,
+    Conflict,
+    PeerError,
+    TriremeError,
+    UserCodeError,
+)
 
-FAILURE = {"error_type": "ValueError", "message": "no", "traceback": "File script.py\nValueError: no", "task": "task 3"}
+FAILURE = {
+    "error_type": "ValueError",
+    "message": "no",
+    "traceback": "File script.py\nValueError: no",
+    "task": "task 3",
+}
 
 
 @pytest.fixture
@@ -109,7 +120,13 @@ def test_an_error_of_the_script_has_its_traceback():
 
 @pytest.mark.parametrize(("resumable", "again"), [(True, "goes on"), (False, "starts from the beginning")])
 def test_a_job_that_failed_says_why_and_what_the_same_call_would_do(resumable, again):
-    result = {"job": "digits", "phase": "FAILED", "reason": "the script raised", "failure": FAILURE, "logs": "/logs"}
+    result = {
+        "job": "digits",
+        "phase": "FAILED",
+        "reason": "the script raised",
+        "failure": FAILURE,
+        "logs": "/logs",
+    }
     end = end_of({"code": 1, "result": {**result, "resumable": resumable}}, "job digits", "again")
     assert end.phase == "FAILED"
     assert isinstance(end.error, JobFailed)

@@ -34,7 +34,9 @@ def test_a_setting_that_cannot_be_is_refused_before_anything_starts(script, sett
 
 
 def test_a_script_that_does_not_exist_is_named(script):
-    with pytest.raises(trireme.ConfigError, match=r"nowhere\.py does not exist; give the path of a Python file"):
+    with pytest.raises(
+        trireme.ConfigError, match=r"nowhere\.py does not exist; give the path of a Python file"
+    ):
         trireme.run("nowhere.py")
 
 
@@ -46,10 +48,16 @@ def test_what_the_command_refuses_before_it_imports_a_script_is_the_same_error(s
 
 
 def test_sentences_about_flags_are_written_in_python():
-    assert in_python("job a is completed; --fresh trains it again") == "job a is completed; fresh=True trains it again"
-    assert in_python("use another name (--job NAME), or --fresh") == "use another name (job=NAME), or fresh=True"
     assert (
-        in_python("use --pservers 2; choose another with --data-dir") == "use pservers=2; choose another with data_dir"
+        in_python("job a is completed; --fresh trains it again")
+        == "job a is completed; fresh=True trains it again"
+    )
+    assert (
+        in_python("use another name (--job NAME), or --fresh") == "use another name (job=NAME), or fresh=True"
+    )
+    assert (
+        in_python("use --pservers 2; choose another with --data-dir")
+        == "use pservers=2; choose another with data_dir"
     )
     assert in_python("--no-check skips this check") == "check=False skips this check"
 

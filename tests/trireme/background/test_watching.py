@@ -16,7 +16,9 @@ from trireme.view.progress import Progress
 from trireme.view.report import Counts, result_document
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
 
-RUNNING = Progress(phase="RUNNING", stage="TRAIN", epochs=5, step=40, loss=0.5, records_done=1, records_total=4)
+RUNNING = Progress(
+    phase="RUNNING", stage="TRAIN", epochs=5, step=40, loss=0.5, records_done=1, records_total=4
+)
 
 
 def told(**values) -> Told:
@@ -75,7 +77,9 @@ def test_a_chart_of_one_point_or_of_one_value_is_drawn_without_dividing_by_nothi
 
 def test_a_result_has_what_json_prints_under_the_same_names():
     spec = JobSpec(job="digits", script="-", storage="/run", dataset=TextLines("-"))
-    document = result_document(spec, JobState(phase=Phase.COMPLETED), Counts({}, loss=0.25), 1.5, Path("/run"))
+    document = result_document(
+        spec, JobState(phase=Phase.COMPLETED), Counts({}, loss=0.25), 1.5, Path("/run")
+    )
     assert asdict(RunResult.of(document)) == document
     assert [field.name for field in fields(RunResult)] == list(document)
 

@@ -1,4 +1,5 @@
-"""`backend = "nccl"` on a host without GPU: `trireme run` starts nothing, and the script is described for a cluster all the same."""
+"""`backend = "nccl"` on a host without GPU: `trireme run` starts nothing, and the script is described for a
+cluster all the same."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ def script(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("check", [True, False])
 def test_trireme_run_refuses_it_before_anything_starts(script, tmp_path, capsys, check):
-    flags = {**NATIVE, "backend": "nccl", "data_dir": str(tmp_path / "runs"), "global_batch_size": 8, "epochs": 1}
+    flags = {
+        **NATIVE,
+        "backend": "nccl",
+        "data_dir": str(tmp_path / "runs"),
+        "global_batch_size": 8,
+        "epochs": 1,
+    }
     assert run_command(RunRequest(script, flags, check=check)) == exit_codes.USAGE
     told = capsys.readouterr().err
     assert "--backend is nccl, but this host, where the trainers run, has no GPU" in told

@@ -40,7 +40,9 @@ def write_run(folder: Path, script: str, **fields):
     fixed = {"script": script, "dataset": {"kind": "text_lines", "urls": ("-",)}, "storage": str(folder)}
     spec = JobSpec(**{"job": parts.JOB, **fixed, **fields})
     (folder / "spec.json").write_bytes(spec.to_bytes())
-    (folder / "run.json").write_text(json.dumps({"job": parts.JOB, "url": "http://127.0.0.1:1"}), encoding="utf-8")
+    (folder / "run.json").write_text(
+        json.dumps({"job": parts.JOB, "url": "http://127.0.0.1:1"}), encoding="utf-8"
+    )
     return spec
 
 
@@ -88,7 +90,11 @@ def replaced(path: Path, content: bytes) -> None:
 
 DAMAGES = {
     "a part cut short": ("pserver-0*", lambda path: replaced(path, path.read_bytes()[:-9]), "bytes, "),
-    "a bit that flipped": ("pserver-0*", lambda path: replaced(path, path.read_bytes()[:-1] + b"x"), "has checksum"),
+    "a bit that flipped": (
+        "pserver-0*",
+        lambda path: replaced(path, path.read_bytes()[:-1] + b"x"),
+        "has checksum",
+    ),
     "a part that is missing": ("pserver-1*", Path.unlink, "cannot be read"),
     "an edited manifest": (
         "manifest*",
@@ -166,7 +172,9 @@ def trained(tmp_path):
     with ThreadPoolExecutor(1) as executor:
         layout = TorchCompute(load(script), spec, executor).layout
     record = StepRecord(version=0, positions=tuple(LanePosition(lane=lane) for lane in range(2)))
-    header = InitHeader(job=parts.JOB, generation=0, mode=Mode.SYNC, lanes=2, layout=layout, pserver=0, record=record)
+    header = InitHeader(
+        job=parts.JOB, generation=0, mode=Mode.SYNC, lanes=2, layout=layout, pserver=0, record=record
+    )
     store = store_of(header, EVERY)
     for block in layout.blocks():
         values = torch.arange(block.first, block.first + block.elements, dtype=torch.float32)
@@ -182,7 +190,9 @@ def test_export_writes_what_plain_pytorch_loads(capsys, trained, tmp_path):
     code, answer = ask(capsys, export, folder, None, tmp_path / "out")
     assert code == 0
     values = load_file(answer["exports"]["safetensors"])
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
+    )
     model.load_state_dict(values)
     model.load_state_dict(torch.load(answer["exports"]["state_dict"], weights_only=True))
     assert torch.equal(model[0].weight, torch.arange(128, dtype=torch.float32).reshape(16, 8))
@@ -193,7 +203,9 @@ def test_export_writes_what_plain_pytorch_loads(capsys, trained, tmp_path):
 
 def test_export_refuses_a_script_whose_model_has_changed(capsys, trained):
     folder, script = trained
-    script.write_text(script.read_text(encoding="utf-8").replace("nn.Linear(16, 1)", "nn.Linear(16, 2)"), "utf-8")
+    script.write_text(
+        script.read_text(encoding="utf-8").replace("nn.Linear(16, 1)", "nn.Linear(16, 2)"), "utf-8"
+    )
     code, answer = ask(capsys, export, folder, None, None)
     assert code == 2
     assert "model is not the job's" in answer["error"]["message"]

@@ -119,7 +119,10 @@ def test_an_etcd_that_nobody_reaches(tmp_path, capsys):
 def test_an_address_at_which_nobody_answers(tmp_path, capsys):
     url = nobody()
     document = told(capsys, tmp_path, url=url)
-    assert (document["code"], document["summary"]) == ("MASTER_SILENT", f"The master at {url} does not answer.")
+    assert (document["code"], document["summary"]) == (
+        "MASTER_SILENT",
+        f"The master at {url} does not answer.",
+    )
 
 
 def test_a_run_that_no_master_has_led_yet_tells_how_its_masters_ended(tmp_path, capsys):
@@ -162,7 +165,10 @@ async def test_the_leader_in_etcd_does_not_answer_either(etcd, tmp_path, capsys,
     await client.close()
     monkeypatch.setenv("TRIREME_ETCD", etcd.url)
     document = await in_thread(told, capsys, tmp_path, job="digits")
-    assert (document["code"], document["summary"]) == ("MASTER_SILENT", f"The master at {url} does not answer.")
+    assert (document["code"], document["summary"]) == (
+        "MASTER_SILENT",
+        f"The master at {url} does not answer.",
+    )
 
 
 @pytest.mark.processes
@@ -173,5 +179,7 @@ async def test_an_etcd_that_does_not_know_the_job(embedded_etcd, tmp_path, capsy
 
 
 def test_every_code_has_a_row_in_the_table_and_every_row_a_code():
-    rows = [line.split("|")[1].strip() for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1].strip() for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")
+    ]
     assert rows == [f"`{code}`" for code in Code]

@@ -32,7 +32,8 @@ def test_the_first_line_says_what_is_checked_before_anything_heavy_is_imported(t
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize(("command", "code"), [("run", 2), ("submit", 3)])  # a wrong flag; no cluster is there
+# a wrong flag; no cluster is there
+@pytest.mark.parametrize(("command", "code"), [("run", 2), ("submit", 3)])
 def test_without_the_check_nothing_is_said_to_be_checked(tmp_path, command, code):
     (tmp_path / "script.py").touch()
     words = [sys.executable, "-m", "trireme", command, "script.py", "--no-check", "--lanes", "3"]

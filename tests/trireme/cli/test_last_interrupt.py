@@ -16,7 +16,9 @@ main()
 
 
 def test_an_interrupt_in_the_last_moments_prints_nothing() -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.stdout.startswith("{")
     assert ended.stderr == ""
     assert ended.returncode == -signal.SIGINT

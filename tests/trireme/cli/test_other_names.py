@@ -1,4 +1,5 @@
-"""Names of other systems' command lines: those that mean the same give the same job, the others an error that names ours."""
+"""Names of other systems' command lines: those that mean the same give the same job, the others an error that
+names ours."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ SAME = [
     ("--checkpoint_steps 100", "--set checkpoint_every_steps=100"),
     (
         "--checkpoint_steps 0",
-        "--set checkpoint_every_steps=off --set checkpoint_every_epochs=off --set checkpoint_every_seconds=off",
+        (
+            "--set checkpoint_every_steps=off --set checkpoint_every_epochs=off --set "
+            "checkpoint_every_seconds=off"
+        ),
     ),
     ("--keep_checkpoint_max 7", "--set keep_checkpoints=7"),
     ("--use_async", "--mode async"),
@@ -97,7 +101,10 @@ def test_all_that_are_accepted_were_tried():
             "--distribution_strategy Local",
             "Local is an option of ElasticDL: one process without a cluster is `python SCRIPT`",
         ),
-        ("--distribution_strategy Horovod", "expected one of ParameterServerStrategy, AllreduceStrategy, Local"),
+        (
+            "--distribution_strategy Horovod",
+            "expected one of ParameterServerStrategy, AllreduceStrategy, Local",
+        ),
         ("--keep_checkpoint_max 0", "0 keeps all there; here keep_checkpoints is 1 to 100"),
         ("--use_async=perhaps", "expected true or false"),
         ("--nnodes 2:4", "an option of paddle.distributed.launch: trireme run is one machine.*--min-members"),
@@ -124,7 +131,16 @@ def test_the_command_ends_with_exit_code_2_and_one_line():
 
 
 def test_our_names_stay_as_they_are():
-    words = ["script.py", "--trainers", "2", "--set", "lanes=4", "--restart-policy", "never", "--host=127.0.0.1"]
+    words = [
+        "script.py",
+        "--trainers",
+        "2",
+        "--set",
+        "lanes=4",
+        "--restart-policy",
+        "never",
+        "--host=127.0.0.1",
+    ]
     assert translated(words) == (words, [])
     own = {option for parameter in RUN.params for option in parameter.opts}
     assert not own & (ACCEPTED.keys() | REFUSED.keys())

@@ -29,8 +29,18 @@ def ended(data_dir: Path, job: str, phase: Phase, time_s: int = 0) -> dict:
     folder = data_dir / job
     folder.mkdir(parents=True)
     spec = JobSpec(job=job, script="/s.py", storage="/d", dataset=TextLines("x"), epochs=300)
-    lost = {"task_id": "6", "kind": "TRAIN", "epoch": 1, "file": "/x.npy", "first": 24, "count": 4, "failures": 3}
-    counts = Counts({}, loss=0.5, steps=39, records=2_500, epochs=5, discarded=[{**lost, "cause": "ValueError: no"}])
+    lost = {
+        "task_id": "6",
+        "kind": "TRAIN",
+        "epoch": 1,
+        "file": "/x.npy",
+        "first": 24,
+        "count": 4,
+        "failures": 3,
+    }
+    counts = Counts(
+        {}, loss=0.5, steps=39, records=2_500, epochs=5, discarded=[{**lost, "cause": "ValueError: no"}]
+    )
     result = JobResult(trained_records=15_000) if phase is Phase.COMPLETED else JobResult()
     state = JobState(phase=phase, reason="KeyError twice" if phase is Phase.FAILED else "", result=result)
     document = result_document(spec, state, counts, 1.0, folder)
@@ -107,5 +117,6 @@ def test_with_several_jobs_it_is_told_which_one_is_shown_and_what_others_there_a
     out, err = capsys.readouterr()
     assert json.loads(out)["job"] == "new"
     assert (
-        err == f"this is job new, the one started last; {tmp_path} also has old, older (choose one with --job NAME)\n"
+        err == f"this is job new, the one started last; {tmp_path} also has old, older (choose one with "
+        "--job NAME)\n"
     )

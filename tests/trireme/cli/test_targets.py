@@ -88,7 +88,9 @@ def test_a_job_of_the_cluster_is_found_and_a_run_of_that_name_goes_first_while_i
         assert job_target("a", tmp_path, None) == Target(f"{LEADER}/v1/jobs/a", token, in_cluster=True)
         assert local_run("a", tmp_path, None) is None
         with running_job(tmp_path, "a", time_s=1):
-            assert job_target("a", tmp_path, None) == Target(RUN, TokenFolder(tmp_path / "a").token(Role.ADMIN))
+            assert job_target("a", tmp_path, None) == Target(
+                RUN, TokenFolder(tmp_path / "a").token(Role.ADMIN)
+            )
             assert local_run("a", tmp_path, None) == tmp_path / "a"
         assert job_target("a", tmp_path, None).in_cluster
 
@@ -111,7 +113,10 @@ def test_one_cluster_at_a_time_and_its_token_is_its_owners(tmp_path):
     with running_cluster(tmp_path) as token:
         folder = cluster_folder.place_of(tmp_path)
         assert cluster_folder.owner_of(folder) == os.getpid()
-        with pytest.raises(UsageError, match=f"a cluster runs already in .* {os.getpid()}"), running_cluster(tmp_path):
+        with (
+            pytest.raises(UsageError, match=f"a cluster runs already in .* {os.getpid()}"),
+            running_cluster(tmp_path),
+        ):
             pass
         assert cluster_folder.find(tmp_path).token == token
     assert cluster_folder.owner_of(folder) == 0

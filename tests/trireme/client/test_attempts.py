@@ -1,4 +1,5 @@
-"""Calls are repeated where that helps, with the same Idempotency-Key, and only for as long as the caller said."""
+"""Calls are repeated where that helps, with the same Idempotency-Key, and only for as long as the caller
+said."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from trireme_shared.protocol.errors import (
 )
 
 VERSION = {"name": "trireme-master", "version": "9", "api": "v1"}
-OPERATION = {"operation_id": "o", "kind": "CREATE_CHECKPOINT", "state": "RUNNING", "limit_s": 1.0, "reason": "a step"}
+OPERATION = {
+    "operation_id": "o",
+    "kind": "CREATE_CHECKPOINT",
+    "state": "RUNNING",
+    "limit_s": 1.0,
+    "reason": "a step",
+}
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -33,7 +40,9 @@ def client_of(answer: Answer, urls: str = "http://a", **options: object) -> Asyn
     return AsyncClient(urls, token="", transport=httpx.MockTransport(answer), **options)  # type: ignore[arg-type]
 
 
-def problem(status: int, code: str, headers: dict[str, str] | None = None, **fields: object) -> httpx.Response:
+def problem(
+    status: int, code: str, headers: dict[str, str] | None = None, **fields: object
+) -> httpx.Response:
     document = {"code": code, "detail": code.lower(), "retryable": status >= 500, **fields}
     return httpx.Response(status, json=document, headers=headers)
 
@@ -242,7 +251,9 @@ def test_waiting_for_an_operation_ends_with_it_or_in_time():
     run_virtually(main)
 
 
-@pytest.mark.parametrize("urls", ["", "localhost:8470", "http://a/v1/jobs/x", "etcd+http://a:1/job", "http://a,"])
+@pytest.mark.parametrize(
+    "urls", ["", "localhost:8470", "http://a/v1/jobs/x", "etcd+http://a:1/job", "http://a,"]
+)
 def test_what_is_no_address_of_a_master_is_refused(urls: str):
     with pytest.raises(InvalidArgument):
         Client(urls)

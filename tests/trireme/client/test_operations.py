@@ -1,4 +1,5 @@
-"""The typed client and the API's own document agree: paths, parameters, answers. Then it drives a cluster's leader, in virtual time."""
+"""The typed client and the API's own document agree: paths, parameters, answers. Then it drives a cluster's
+leader, in virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs
 from trireme.client import ONLY_JOB, AsyncClient, Client, CreateJob, CreateSchedule, JobSettings, Source
 from trireme.data import TextLines
-from trireme_shared.protocol.errors import Conflict, CursorExpired, InvalidArgument, NotFound, PreconditionFailed
+from trireme_shared.protocol.errors import (
+    Conflict,
+    CursorExpired,
+    InvalidArgument,
+    NotFound,
+    PreconditionFailed,
+)
 from trireme_shared.protocol.records.cluster import Standing
 
 OF_MEMBERS = {
@@ -50,7 +57,9 @@ NAMES = {"job": "a/b", "schedule": "s", "task_id": "7", "member_id": "m", "membe
 NAMES |= {"name": "loss", "resize_id": "r", "operation_id": "o", "log": "trainer-0"}
 BODIES = {
     "createJob": {"job": CreateJob(name="a", settings=SETTINGS, script="train.py")},
-    "createSchedule": {"schedule": CreateSchedule(name="a", settings=SETTINGS, script="train.py", cron="1 2 3 4 5")},
+    "createSchedule": {
+        "schedule": CreateSchedule(name="a", settings=SETTINGS, script="train.py", cron="1 2 3 4 5")
+    },
 }
 SOURCE_OF_JOB = Source(file_name="train.py", text="print('hello')")
 
@@ -97,7 +106,14 @@ async def test_a_method_sends_what_the_document_says_and_reads_its_answer(name: 
         asked.append(request)
         return httpx.Response(404, json={"code": "NOT_FOUND", "detail": "nothing is here"})
 
-    possible: dict[str, Any] = {**NAMES, "wait_s": 3.0, "state": "DONE", "key": "k", "after": 5, "page_size": 9}
+    possible: dict[str, Any] = {
+        **NAMES,
+        "wait_s": 3.0,
+        "state": "DONE",
+        "key": "k",
+        "after": 5,
+        "page_size": 9,
+    }
     possible["if_match"] = "v"
     possible |= BODIES.get(name, {})
     asks = getattr(AsyncClient, snake(name))
@@ -213,7 +229,9 @@ def test_events_are_followed_without_a_gap_until_the_job_has_ended():
     run_virtually(main)
 
 
-def test_who_follows_events_too_slowly_is_told_how_many_are_lost_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_follows_events_too_slowly_is_told_how_many_are_lost_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kept, "KEPT_EVENTS", 1)
 
     async def main() -> None:
@@ -233,13 +251,18 @@ def test_who_follows_events_too_slowly_is_told_how_many_are_lost_and_goes_on(mon
             lost = set(range(gap.after + 1, gap.resume_after + 1))
             assert (gap.lost, lost & set(seen)) == (len(lost), set())
             assert sorted(lost | set(seen)) == list(range(seen[0], seen[-1] + 1))
-            with pytest.raises(CursorExpired, match=f"{gap.lost} events after {gap.after} were forgotten") as raised:
+            with pytest.raises(
+                CursorExpired, match=f"{gap.lost} events after {gap.after} were forgotten"
+            ) as raised:
                 [event async for event in unwarned]
             rest = [
-                event.event_id async for event in client.follow_events("a", after=raised.value.details["resume_after"])
+                event.event_id
+                async for event in client.follow_events("a", after=raised.value.details["resume_after"])
             ]
             assert rest == seen[-len(rest) :] == list(range(gap.resume_after + 1, seen[-1] + 1))
-            assert [event.event_id async for event in client.follow_events("a", after=7, on_gap=gaps.append)] == rest
+            assert [
+                event.event_id async for event in client.follow_events("a", after=7, on_gap=gaps.append)
+            ] == rest
             with pytest.raises(CursorExpired, match="events were forgotten"):
                 [event async for event in client.follow_events("a", after=10**12)]
 

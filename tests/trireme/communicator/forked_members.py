@@ -1,5 +1,6 @@
-"""`python -m tests.trireme.communicator.forked_members ETCD`: two members and a forked process that tries to use one of them. Prints one JSON object.
-`... ETCD killed`: one member that forks a process, prints the pid of that, and is killed as soon as it is in a group of two."""
+"""`python -m tests.trireme.communicator.forked_members ETCD`: two members and a forked process that tries to
+use one of them. Prints one JSON object. `... ETCD killed`: one member that forks a process, prints the pid of
+that, and is killed as soon as it is in a group of two."""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ def main(etcd: str) -> None:
         refused(made[0], writer)
     os.close(writer)
     begun = time.monotonic()
-    found = {"ended": ended(child), "seconds": time.monotonic() - begun, "told": os.read(reader, 1 << 16).decode()}
+    found = {
+        "ended": ended(child),
+        "seconds": time.monotonic() - begun,
+        "told": os.read(reader, 1 << 16).decode(),
+    }
     epoch = made[0].epoch
     time.sleep(1.5 * TTL_S)  # a lease that nobody renews would be over
     sums.append(together(made))

@@ -1,4 +1,5 @@
-"""`trireme.CollectiveCommunicator`: several in the threads of one process, over a real etcd. Real processes: tests/soak/communicator."""
+"""`trireme.CollectiveCommunicator`: several in the threads of one process, over a real etcd. Real processes:
+tests/soak/communicator."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def members(etcd, count: int, job: str, **settings):
 
 def test_means_and_sums_broadcasts_and_barriers(etcd):
     with members(etcd, 3, "all") as (each, made):
-        for status, mean in each(lambda one, place: one.allreduce({"w": torch.full((2,), float(place))}, weight=place)):
+        for status, mean in each(
+            lambda one, place: one.allreduce({"w": torch.full((2,), float(place))}, weight=place)
+        ):
             assert status == trireme.SUCCEEDED
             assert status.weight == 3.0
             assert mean["w"].tolist() == [pytest.approx(5 / 3)] * 2
@@ -104,7 +107,11 @@ def many(elements: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
-        (lambda c: c.allreduce(torch.ones(2)), lambda c: c.allreduce(torch.ones(3)), ["float32 [2]", "float32 [3]"]),
+        (
+            lambda c: c.allreduce(torch.ones(2)),
+            lambda c: c.allreduce(torch.ones(3)),
+            ["float32 [2]", "float32 [3]"],
+        ),
         (lambda c: c.allreduce(torch.ones(2)), lambda c: c.allreduce(np.ones(2)), ["float32", "float64"]),
         (lambda c: c.allreduce(1.0), lambda c: c.allreduce(1.0, op="SUM"), ["MEAN", "SUM"]),
         (lambda c: c.allreduce(1.0), lambda c: (c.barrier(), None), ["allreduce", "barrier"]),
@@ -127,12 +134,17 @@ def test_different_calls_fail_by_name_in_all_members_and_the_group_goes_on(etcd,
         assert {status.cause for status, _ in found} == {Cause.MISMATCH}
         assert len({status.reason for status, _ in found}) == 1
         assert all(word in found[0][0].reason for word in told)
-        assert [value.item() for _, value in each(lambda c, place: c.allreduce(torch.tensor(4.0)))] == [4.0, 4.0]
+        assert [value.item() for _, value in each(lambda c, place: c.allreduce(torch.tensor(4.0)))] == [
+            4.0,
+            4.0,
+        ]
 
 
 def test_members_that_were_made_differently_are_told_so(etcd):
     with members(etcd, 1, "unfit", min_members=2) as (each, _):
-        other = trireme.CollectiveCommunicator("unfit", etcd.url, reduction="canonical", min_members=2, timeout_s=20)
+        other = trireme.CollectiveCommunicator(
+            "unfit", etcd.url, reduction="canonical", min_members=2, timeout_s=20
+        )
         with ThreadPoolExecutor(1) as pool:
             there = pool.submit(other.barrier)
             (here,) = each(lambda c, place: c.barrier())
@@ -147,11 +159,16 @@ def test_a_new_member_gets_the_oldest_ones_state_before_anything_else(etcd):
         assert old.joined
         (status, _) = old.allreduce(1.0)
         assert status == trireme.SUCCEEDED  # alone: nobody needs anything
-        with trireme.CollectiveCommunicator("joining", etcd.url, timeout_s=20) as new, ThreadPoolExecutor(1) as pool:
+        with (
+            trireme.CollectiveCommunicator("joining", etcd.url, timeout_s=20) as new,
+            ThreadPoolExecutor(1) as pool,
+        ):
 
             def loop(one, state):
                 for _ in range(100):
-                    status, value = one.broadcast(state) if one.joined else one.allreduce(torch.tensor(state["x"]))
+                    status, value = (
+                        one.broadcast(state) if one.joined else one.allreduce(torch.tensor(state["x"]))
+                    )
                     if isinstance(value, dict):
                         state = value
                     elif status and one.size == 2:
@@ -299,7 +316,10 @@ def test_wrong_arguments_are_named(settings, told, monkeypatch):
 )
 def test_wrong_arguments_of_operations_are_named_before_anything_begins(call, told, monkeypatch):
     monkeypatch.setattr(background.Background, "start", lambda self, limit_s: None)
-    with trireme.CollectiveCommunicator("j", "http://127.0.0.1:1") as one, pytest.raises(InvalidArgument) as error:
+    with (
+        trireme.CollectiveCommunicator("j", "http://127.0.0.1:1") as one,
+        pytest.raises(InvalidArgument) as error,
+    ):
         call(one)
     assert told in str(error.value)
 

@@ -1,4 +1,5 @@
-"""A communicator in a process that was forked after it was made: no call waits there, and the parent stays a member."""
+"""A communicator in a process that was forked after it was made: no call waits there, and the parent stays a
+member."""
 
 from __future__ import annotations
 

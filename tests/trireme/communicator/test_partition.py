@@ -1,5 +1,5 @@
-"""Two members that do not reach each other, while both reach etcd and the third: the others go on without one of them, and it comes back. Connections are
-real; of the closed way nothing is built, and nothing arrives."""
+"""Two members that do not reach each other, while both reach etcd and the third: the others go on without one
+of them, and it comes back. Connections are real; of the closed way nothing is built, and nothing arrives."""
 
 from __future__ import annotations
 

@@ -72,7 +72,9 @@ async def two_masters(monkeypatch) -> AsyncIterator[tuple[FakeMaster, FakeMaster
     async def named(host, wanted, **options):
         if host != "masters.test":
             return await resolve(host, wanted, **options)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each.address, wanted)) for each in (first, second)]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (each.address, wanted)) for each in (first, second)
+        ]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", named, raising=False)
     monkeypatch.setattr(gateway, "LOOK_S", 0.02)

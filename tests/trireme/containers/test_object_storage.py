@@ -44,7 +44,9 @@ def test_keys_of_the_users_own_reach_the_server(tmp_path):
     assert identity(tmp_path)["credentials"] == [{"accessKey": "mine", "secretKey": "another"}]
 
 
-@pytest.mark.parametrize("text", ["my-secret\n", "[other]\naws_access_key_id = my-secret\n", "[default]\nmy-secret\n"])
+@pytest.mark.parametrize(
+    "text", ["my-secret\n", "[other]\naws_access_key_id = my-secret\n", "[default]\nmy-secret\n"]
+)
 def test_credentials_that_cannot_be_read_are_named_and_not_shown(tmp_path, text):
     write(tmp_path, text)
     with pytest.raises(InvalidArgument, match="s3/credentials") as raised:

@@ -1,4 +1,5 @@
-"""The secrets of a cluster of containers: made once, each kind in a folder of its own, a user's own are kept."""
+"""The secrets of a cluster of containers: made once, each kind in a folder of its own, a user's own are
+kept."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ async def test_only_the_user_of_our_keys_may_use_them_and_nothing_else(embedded_
     url = embedded_etcd.url
     settings = Settings(etcd=(url,))
     half = connect([url])  # an earlier setup got so far
-    await etcd_users.make(lambda method, body: half.transport.call(method, body, 5.0), etcd_users.users("r")[:2])
+    await etcd_users.make(
+        lambda method, body: half.transport.call(method, body, 5.0), etcd_users.users("r")[:2]
+    )
     await half.close()
     await turn_on(settings, "r", "first")
     await turn_on(settings, "r", "first")

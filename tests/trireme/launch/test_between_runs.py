@@ -1,4 +1,5 @@
-"""Which settings may change between two runs of a job: each is in one class, and in the table of docs/again.md."""
+"""Which settings may change between two runs of a job: each is in one class, and in the table of
+docs/again.md."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ COMPLETED = {"phase": "COMPLETED", "reason": "trained, evaluated and exported"}
 
 
 def spec_of(**values) -> JobSpec:
-    return JobSpec(**({"job": "ctr", "script": "/s.py", "dataset": TextLines("t.txt"), "storage": "/data"} | values))
+    return JobSpec(
+        **({"job": "ctr", "script": "/s.py", "dataset": TextLines("t.txt"), "storage": "/data"} | values)
+    )
 
 
 def plan(before: JobSpec, now: JobSpec, result=None) -> Plan:
@@ -30,7 +33,9 @@ def plan(before: JobSpec, now: JobSpec, result=None) -> Plan:
 def test_each_setting_is_in_one_class_and_in_the_table():
     assert FREE | FIXED.keys() | {GROWS} == set(JobSpec.model_fields)
     assert not FREE & FIXED.keys()
-    rows = re.findall(r"^\| (.*`.*) \| (yes|it may grow|no: .*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.*`.*) \| (yes|it may grow|no: .*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE
+    )
     told = {name: verdict.split(":")[0] for names, verdict in rows for name in re.findall(r"`(\w+)`", names)}
     assert {name for name, verdict in told.items() if verdict == "yes"} == FREE
     assert {name for name, verdict in told.items() if verdict == "no"} == FIXED.keys()
@@ -41,7 +46,10 @@ def test_each_setting_is_in_one_class_and_in_the_table():
 def test_what_is_fixed_is_refused_with_both_values_and_the_reason(before, now):
     (name,) = now
     old, new = spec_of(**before), spec_of(**now)
-    told = rf"with {name} = {getattr(old, name)!r}; now {name} = {getattr(new, name)!r} is asked for: {FIXED[name]}"
+    told = (
+        rf"with {name} = {getattr(old, name)!r}; now {name} = {getattr(new, name)!r} is asked for: "
+        rf"{FIXED[name]}"
+    )
     with pytest.raises(Conflict, match=re.escape(told)):
         plan(old, new)
 
@@ -63,10 +71,14 @@ def test_settings_that_change_no_bit_may_change():
 
 def test_more_epochs_go_on_and_fewer_are_refused():
     two, five = spec_of(epochs=2), spec_of(epochs=5)
-    assert plan(two, five, COMPLETED) == Plan(Start.RESUME, "job ctr is completed: it goes on (2 -> 5 epochs)")
+    assert plan(two, five, COMPLETED) == Plan(
+        Start.RESUME, "job ctr is completed: it goes on (2 -> 5 epochs)"
+    )
     assert plan(two, five).sentence == "job ctr is unfinished: it resumes (2 -> 5 epochs)"
     for result in (None, COMPLETED):
-        with pytest.raises(Conflict, match=r"epochs = 5; now epochs = 2 .*: a job can only get more epochs than its 5"):
+        with pytest.raises(
+            Conflict, match=r"epochs = 5; now epochs = 2 .*: a job can only get more epochs than its 5"
+        ):
             plan(five, two, result)
     assert plan(two, two, COMPLETED).start is Start.DONE
 

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.processes
 
 
 def child_of(tmp_path: Path, code: str) -> Child:
-    return Child("trainer-0", [sys.executable, "-u", "-c", code], dict(os.environ), tmp_path / "logs" / "trainer-0.log")
+    return Child(
+        "trainer-0", [sys.executable, "-u", "-c", code], dict(os.environ), tmp_path / "logs" / "trainer-0.log"
+    )
 
 
 async def test_output_of_every_life_is_in_one_log(tmp_path):
@@ -64,7 +66,9 @@ async def test_the_next_life_learns_how_the_one_before_it_ended_and_what_it_had_
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
-    child = child_of(tmp_path, "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)")
+    child = child_of(
+        tmp_path, "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)"
+    )
     await child.start()
     while "up" not in tail_of(child.log):
         time.sleep(0.02)
@@ -81,7 +85,12 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path):
 
 
 def test_an_end_is_told_in_words():
-    assert [str(Exit(1, code, 0.0)) for code in (0, 3, -9, -11)] == ["exit code 0", "exit code 3", "SIGKILL", "SIGSEGV"]
+    assert [str(Exit(1, code, 0.0)) for code in (0, 3, -9, -11)] == [
+        "exit code 0",
+        "exit code 3",
+        "SIGKILL",
+        "SIGSEGV",
+    ]
     assert "stop the job and start it again" in str(Exit(1, EXIT_CODES[ScriptChanged.code], 0.0))
 
 
@@ -92,7 +101,8 @@ def test_no_child_outlives_a_launcher_that_is_killed(tmp_path):
         "from pathlib import Path\n"
         "from trireme.launch.processes import Child\n"
         "async def main():\n"
-        f"    child = Child('x', [sys.executable, '-c', 'import time; time.sleep(60)'], dict(os.environ), Path({str(tmp_path)!r}) / 'x.log')\n"
+        "    child = Child('x', [sys.executable, '-c', 'import time; time.sleep(60)'], "
+        f"dict(os.environ), Path({str(tmp_path)!r}) / 'x.log')\n"
         "    await child.start()\n"
         "    print(child.pid, flush=True)\n"
         "    await child.wait()\n"

@@ -1,4 +1,5 @@
-"""Forked children behave like spawned ones: they are the launcher's children, also after the fork server is killed."""
+"""Forked children behave like spawned ones: they are the launcher's children, also after the fork server is
+killed."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def is_forked(child: Child) -> bool:
     return isinstance(child.process, Forked)
 
 
-async def test_a_forked_child_has_its_own_arguments_environment_session_output_and_exit_code(tmp_path, modules):
+async def test_a_forked_child_has_its_own_arguments_environment_session_output_and_exit_code(
+    tmp_path, modules
+):
     module = modules("says", SAYS_WHAT_IT_IS)
     drawn = set()
     with ForkServer() as forks:
@@ -136,7 +139,8 @@ async def test_a_killed_fork_server_takes_nobody_along_and_another_one_is_made(t
 
 
 async def test_a_fork_server_killed_in_mid_start_costs_no_start(tmp_path, modules):
-    """Whenever it dies, there is one child: forked by the next server, or spawned where that is killed as well."""
+    """Whenever it dies, there is one child: forked by the next server, or spawned where that is killed as
+    well."""
     module = modules("ends", "print('one')")
     with ForkServer() as forks:
         for moment in range(6):

@@ -22,7 +22,11 @@ def asked(*questions: tuple[str, int]) -> list[list[int]]:
 
     async def ask() -> list[list[int]]:
         etcd = Etcd(SimulatedEtcd().transport("launcher"))
-        for name, pid, network in (("trainer-0-a", 10, own_network()), ("trainer-1-b", 11, ""), ("far-a", 10, FAR)):
+        for name, pid, network in (
+            ("trainer-0-a", 10, own_network()),
+            ("trainer-1-b", 11, ""),
+            ("far-a", 10, FAR),
+        ):
             lease = pid * 10 if network != FAR else 500
             trainer = TrainerMember(
                 trainer=name, url="u", incarnation=name, host="h", pid=pid, lease=lease, network=network

@@ -1,4 +1,5 @@
-"""The launcher ends a child whose lease is gone, a trainer that works late; never because etcd itself is silent."""
+"""The launcher ends a child whose lease is gone, a trainer that works late; never because etcd itself is
+silent."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ PSERVER = PserverMember(index=0, url="u", incarnation="p", host="h", pid=20, lea
 
 
 def watched(script, use_of=lambda pid: None) -> list[tuple[str, float]]:
-    """What was ended while `script(etcd, server)` ran, with the seconds since the last renewal. Children: one of each kind."""
+    """What was ended while `script(etcd, server)` ran, with the seconds since the last renewal. Children: one
+    of each kind."""
     return [(name, round(lost.silent_s)) for name, lost in ended_in(script, use_of)]
 
 
@@ -167,7 +169,9 @@ def test_one_that_only_asks_etcd_is_stopped_or_of_which_nothing_is_known_is_ende
 
 def test_a_trainer_that_stops_working_has_the_short_grace_from_then_on():
     worked_s = 20.0
-    ended = ended_in(all_lose_their_leases, lambda _: ProcessorUse(min(clock.monotonic(), worked_s), stopped=False))
+    ended = ended_in(
+        all_lose_their_leases, lambda _: ProcessorUse(min(clock.monotonic(), worked_s), stopped=False)
+    )
     ((_, lost),) = [each for each in ended if each[0] == "trainer-0"]
     assert worked_s + TTL_S < lost.silent_s < worked_s + 2 * TTL_S + 3
     assert str(lost).startswith("frozen or cut off for ")
@@ -205,7 +209,10 @@ def test_of_trainers_without_leases_those_that_are_stopped_and_idle_are_overdue_
         alive = {name: stack.enter_context(running(code)) for name, code in codes.items()}
         lost, overdue = LostLeases(lease_ttl_s=5.0), set()
         lost.grace_s = 1.0
-        members = [TrainerMember(trainer=n, url="", incarnation="", host="h", pid=p, lease=1) for n, p in alive.items()]
+        members = [
+            TrainerMember(trainer=n, url="", incarnation="", host="h", pid=p, lease=1)
+            for n, p in alive.items()
+        ]
         lost.observe(HeldLeases(tuple(members), (), None, None), alive, 0.0)
         os.kill(alive["trainer-1"], signal.SIGSTOP)
         began = before = time.monotonic()

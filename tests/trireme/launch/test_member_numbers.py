@@ -33,7 +33,9 @@ def model_of(mib, frozen_mib=0):
 
 def test_half_of_the_cores_one_for_each_32_mib_and_at_least_one():
     found = {
-        (mib, cores): pservers_for(model_of(mib, 500), cores) for mib in (1, 64, 100, 4000) for cores in (1, 2, 16)
+        (mib, cores): pservers_for(model_of(mib, 500), cores)
+        for mib in (1, 64, 100, 4000)
+        for cores in (1, 2, 16)
     }
     assert found == {
         **{(mib, cores): 1 for mib in (1, 64, 100, 4000) for cores in (1, 2)},
@@ -52,7 +54,10 @@ def spec_with(pservers, trainers, threads=1):
 
 
 def test_all_members_together_have_no_more_threads_than_cores():
-    found = [threads_for(spec_with(*members), 16) for members in ((1, 1), (1, 2), (3, 2), (8, 2), (1, 2, 4), (1, 30))]
+    found = [
+        threads_for(spec_with(*members), 16)
+        for members in ((1, 1), (1, 2), (3, 2), (8, 2), (1, 2, 4), (1, 30))
+    ]
     assert found == [8, 5, 3, 1, 1, 1]
     assert threads_for(spec_with(1, 2), 2) == 1
 
@@ -65,7 +70,8 @@ async def test_parameter_servers_are_started_with_the_threads_of_the_environment
 
 
 async def test_who_left_comes_back_once_its_end_has_been_seen_to(tmp_path):
-    """A resize to fewer and one to more right after it: who had just left was started twice, and the run ended by an AssertionError."""
+    """A resize to fewer and one to more right after it: who had just left was started twice, and the run
+    ended by an AssertionError."""
     child = Child("trainer-0", ["true"], {}, tmp_path / "log", spawn)
     numbers = MemberNumbers(spec_with(1, 1), {child.name: child})
 

@@ -83,10 +83,19 @@ def test_a_death_says_whether_the_lease_was_lost_and_for_how_long_nobody_heard_o
 def test_a_job_says_which_deaths_are_followed_by_a_start_and_how_soon():
     spec = {"job": "j", "script": "s.py", "storage": "/data", "dataset": TextLines("t.txt")}
     patient = RestartPolicy.of(JobSpec(**spec, restart_policy="on_failure", restart_delay_s=2.5))
-    assert [patient.starts_again(code) for code in (0, 1, LEASE_LOST, -signal.SIGKILL)] == [False, True, True, True]
+    assert [patient.starts_again(code) for code in (0, 1, LEASE_LOST, -signal.SIGKILL)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     delays = [patient.delay_s(-signal.SIGKILL, 0.5) for _ in range(7)]
-    assert (delays[0], delays[-1]) == (2.5, MAX_DELAY_S)  # never sooner, and not sooner than the others either
-    never, always = RestartPolicy.of(JobSpec(**spec, restart_policy="never")), RestartPolicy.of(JobSpec(**spec))
+    # never sooner, and not sooner than the others either
+    assert (delays[0], delays[-1]) == (2.5, MAX_DELAY_S)
+    never, always = (
+        RestartPolicy.of(JobSpec(**spec, restart_policy="never")),
+        RestartPolicy.of(JobSpec(**spec)),
+    )
     assert not never.starts_again(-signal.SIGKILL)
     assert always.starts_again(0)
     assert always.delay_s(1, 0.5) == 0.1
@@ -100,5 +109,7 @@ def test_an_end_in_the_middle_of_a_minibatch_is_no_failed_start():
 
 def test_a_death_says_at_what_the_process_was():
     work = BegunWork("7", 0, 3, "train.csv", 512, 64).to_bytes()
-    event = death_event("trainer-0", Exit(1, -11, 2.0), given_up=False, left=Left("trainer-0-1", (work, b"?")))
+    event = death_event(
+        "trainer-0", Exit(1, -11, 2.0), given_up=False, left=Left("trainer-0-1", (work, b"?"))
+    )
     assert event.cause == "SIGSEGV while it computed minibatch 3 of task 7 (train.csv records 512-575)"

@@ -17,7 +17,9 @@ from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableS
 
 
 def spec_of(**values) -> JobSpec:
-    return JobSpec(**({"job": "ctr", "script": "/s.py", "dataset": TextLines("t.txt"), "storage": "/data"} | values))
+    return JobSpec(
+        **({"job": "ctr", "script": "/s.py", "dataset": TextLines("t.txt"), "storage": "/data"} | values)
+    )
 
 
 def left(folder, spec, *, phase=None, script="digest", **result):
@@ -50,7 +52,9 @@ def test_a_changed_script_is_told_when_a_job_goes_on(tmp_path):
     assert plan.sentence == told
     before = resume.PreviousRun(spec_of(sources={"s.py": "1", "module.py": "2"}), "digest")
     module = spec_of(sources={"s.py": "1", "module.py": "3"})
-    assert decide(before, module, tmp_path) == resume.Plan(Start.RESUME, told), "a module beside it counts, too"
+    assert decide(before, module, tmp_path) == resume.Plan(Start.RESUME, told), (
+        "a module beside it counts, too"
+    )
     assert decide(before, before.spec, tmp_path).sentence == "job ctr is unfinished: it resumes"
 
 
@@ -58,7 +62,9 @@ def test_a_changed_script_is_told_when_a_job_goes_on(tmp_path):
 def test_other_settings_are_refused_with_both_values_and_what_to_do(tmp_path, phase):
     previous = left(tmp_path, spec_of(seed=2), phase=phase)
     what = "completed" if phase else "unfinished"
-    with pytest.raises(Conflict, match=rf"ctr in .* is {what} with seed = 2; now seed = 5 is asked for") as caught:
+    with pytest.raises(
+        Conflict, match=rf"ctr in .* is {what} with seed = 2; now seed = 5 is asked for"
+    ) as caught:
         decide(previous, spec_of(seed=5), tmp_path)
     assert "--job NAME" in caught.value.hint
     assert "--fresh" in caught.value.hint
@@ -73,7 +79,10 @@ def table(name: str, dim: int = 16, lr: float = 0.1) -> dict[str, Any]:
 
 MODEL = {
     "tables": [table("user")],
-    "tensors": [["param", "0.weight", [16, 8], "torch.float32", 0], ["param", "0.bias", [16], "torch.float32", 0]],
+    "tensors": [
+        ["param", "0.weight", [16, 8], "torch.float32", 0],
+        ["param", "0.bias", [16], "torch.float32", 0],
+    ],
     "optimizer": {"name": "Adam", "defaults": {"lr": 0.1, "fused": None}, "groups": [{"lr": 0.1}]},
 }
 
@@ -84,7 +93,10 @@ def test_a_model_whose_parts_only_changed_their_order_is_told_so_and_what_change
     previous, reordered = resume.read_previous_run(tmp_path), MODEL | {"tensors": MODEL["tensors"][::-1]}
     with pytest.raises(Conflict) as caught:
         resume.decide(previous, spec_of(), "digest", tmp_path, fresh=False, model=reordered)
-    assert "the same parameters and buffers are in another order (0.bias is where 0.weight was)" in caught.value.message
+    assert (
+        "the same parameters and buffers are in another order (0.bias is where 0.weight was)"
+        in caught.value.message
+    )
     assert "made from a set of names change their order with PYTHONHASHSEED" in caught.value.hint
     assert "restore the script" not in caught.value.hint
 
@@ -109,7 +121,10 @@ def test_a_model_whose_parts_only_changed_their_order_is_told_so_and_what_change
             {"tensors": [[*MODEL["tensors"][0], [1, 16]], MODEL["tensors"][1]]},
             "parameter 0.weight was contiguous, now it is laid out with strides [1, 16]",
         ),
-        ({"optimizer": {"name": "SGD", "defaults": {}, "groups": []}}, "the optimizer was Adam, now it is SGD"),
+        (
+            {"optimizer": {"name": "SGD", "defaults": {}, "groups": []}},
+            "the optimizer was Adam, now it is SGD",
+        ),
         (
             {"optimizer": MODEL["optimizer"] | {"groups": [{"lr": 0.2}]}},
             "the optimizer's lr was 0.1, now it is 0.2 (group 0)",
@@ -122,7 +137,9 @@ def test_a_model_whose_parts_only_changed_their_order_is_told_so_and_what_change
         ({"tables": [table("user", lr=0.2)]}, "optimizer.lr of embedding table user was 0.1, now it is 0.2"),
     ],
 )
-def test_an_unfinished_job_whose_model_or_optimizer_changed_is_refused_and_left_as_it_is(tmp_path, changed, message):
+def test_an_unfinished_job_whose_model_or_optimizer_changed_is_refused_and_left_as_it_is(
+    tmp_path, changed, message
+):
     left(tmp_path, spec_of())
     resume.write_start(tmp_path, "digest", MODEL)
     previous = resume.read_previous_run(tmp_path)
@@ -138,7 +155,10 @@ def test_an_unfinished_job_whose_model_or_optimizer_changed_is_refused_and_left_
         unknown,
         MODEL | {"optimizer": MODEL["optimizer"] | {"defaults": {"lr": 0.1, "new": 1}}},
     ):
-        assert resume.decide(previous, spec_of(), "digest", tmp_path, fresh=False, model=model).start is Start.RESUME
+        assert (
+            resume.decide(previous, spec_of(), "digest", tmp_path, fresh=False, model=model).start
+            is Start.RESUME
+        )
     fresh = resume.decide(previous, spec_of(), "another", tmp_path, fresh=True, model=MODEL | changed)
     assert fresh.start is Start.NEW
 
@@ -174,7 +194,9 @@ def test_an_unfinished_asynchronous_job_goes_on_and_independent_checkpoints_need
     alone = {"mode": "async", "checkpoint_kind": "independent"}
     unfinished = resume.PreviousRun(spec_of(**alone, pservers=2), "digest")
     assert decide(unfinished, spec_of(**alone, pservers=2, trainers=5), tmp_path).start is Start.RESUME
-    with pytest.raises(Conflict, match=r"with 2 parameter servers, 3 are asked for: independent .* as many") as caught:
+    with pytest.raises(
+        Conflict, match=r"with 2 parameter servers, 3 are asked for: independent .* as many"
+    ) as caught:
         decide(unfinished, spec_of(**alone, pservers=3), tmp_path)
     assert "--pservers 2" in caught.value.hint
 

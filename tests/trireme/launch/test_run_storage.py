@@ -34,7 +34,9 @@ def test_each_new_run_has_a_place_of_its_own_and_goes_on_in_it(tmp_path):
     assert one != other
     assert run.storage_of("s3://bucket/runs", "job", tmp_path, last=one) == one
     assert run.storage_of("s3://bucket/else", "job", tmp_path, last=one) not in {one, other}
-    assert run.storage_of("s3://bucket/runs", "job-2", tmp_path, last=one).startswith("s3://bucket/runs/job-2/run-")
+    assert run.storage_of("s3://bucket/runs", "job-2", tmp_path, last=one).startswith(
+        "s3://bucket/runs/job-2/run-"
+    )
 
 
 def test_a_local_path_means_the_same_in_every_process(tmp_path, monkeypatch):

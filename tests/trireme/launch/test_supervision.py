@@ -1,4 +1,5 @@
-"""Supervised children that end: whom their policy starts again, how soon, and what follows if the others cannot go on without one."""
+"""Supervised children that end: whom their policy starts again, how soon, and what follows if the others
+cannot go on without one."""
 
 from __future__ import annotations
 
@@ -61,8 +62,12 @@ class Processes(SupervisedProcesses[None]):
 
 @pytest.mark.parametrize(("policy", "module"), [("never", "no_such_module_here"), ("on_failure", "this")])
 async def test_a_child_that_is_not_started_again_ends_the_run_if_the_others_need_it(tmp_path, policy, module):
-    async with Processes(tmp_path, module, RestartPolicy(policy), "1 of the job's trainers are left") as processes:
-        with pytest.raises(ClusterError, match=rf"and restart_policy is {policy}: 1 of the job's trainers are left"):
+    async with Processes(
+        tmp_path, module, RestartPolicy(policy), "1 of the job's trainers are left"
+    ) as processes:
+        with pytest.raises(
+            ClusterError, match=rf"and restart_policy is {policy}: 1 of the job's trainers are left"
+        ):
             await asyncio.wait_for(processes.final, 20)
         assert (len(processes.seen("given_up")), processes.seen("restarted")) == (1, [])
 

@@ -1,4 +1,5 @@
-"""The launcher renews the lease of a trainer whose event loop is held up, for a while, and of nobody who is frozen."""
+"""The launcher renews the lease of a trainer whose event loop is held up, for a while, and of nobody who is
+frozen."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def left_s(
     said: list[tuple[str, int, str]] | None = None,
     sign: Callable[[LifeSign], LifeSign] = lambda sign: sign,
 ) -> int:
-    """What is left of the lease of a trainer that renewed it last at the begin, and showed a sign of life then (`beats`: ever since)."""
+    """What is left of the lease of a trainer that renewed it last at the begin, and showed a sign of life
+    then (`beats`: ever since)."""
 
     said = [] if said is None else said
 
@@ -63,7 +65,10 @@ def left_s(
 def test_a_trainer_whose_code_keeps_the_interpreter_keeps_its_lease(tmp_path: Path) -> None:
     said: list[tuple[str, int, str]] = []
     assert left_s(tmp_path, 40.0, said=said) > 0
-    cause = "code of the user keeps Python's interpreter for 5 s now: its lease is renewed for it, until 60 s are over"
+    cause = (
+        "code of the user keeps Python's interpreter for 5 s now: its lease is renewed for it, until "
+        "60 s are over"
+    )
     assert said == [("trainer-0", PID, cause)]
 
 

@@ -34,7 +34,9 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 async def test_without_a_socket_it_says_where_it_looked(tmp_path: Path) -> None:
     async with Engine(f"unix://{tmp_path}/none.sock") as engine:
-        with pytest.raises(PeerError, match=f"there is no socket of a Docker Engine at {tmp_path}/none.sock") as caught:
+        with pytest.raises(
+            PeerError, match=f"there is no socket of a Docker Engine at {tmp_path}/none.sock"
+        ) as caught:
             await engine.containers({})
     assert "TRIREME_DOCKER" in caught.value.hint
 
@@ -64,7 +66,9 @@ async def test_an_engine_that_has_ended_is_told(tmp_path: Path) -> None:
             await engine.containers({})
 
 
-async def test_it_speaks_a_version_that_was_tested_or_the_oldest_that_the_engine_takes(docker: DockerEngine) -> None:
+async def test_it_speaks_a_version_that_was_tested_or_the_oldest_that_the_engine_takes(
+    docker: DockerEngine,
+) -> None:
     for theirs, least, used in (("1.40", "1.12", "1.40"), ("1.52", "1.24", "1.41"), ("1.52", "1.44", "1.44")):
         docker.about = {"ApiVersion": theirs, "MinAPIVersion": least}
         async with Engine(docker.address) as engine:
@@ -89,7 +93,9 @@ async def test_after_an_update_of_the_engine_the_version_is_asked_for_again(dock
 
 
 @pytest.mark.parametrize("call", ["containers", "container", "create", "connect", "start", "stop", "remove"])
-async def test_every_call_has_a_limit(docker: DockerEngine, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_call_has_a_limit(
+    docker: DockerEngine, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = {
         "containers": ({},),
         "create": ("x", {}),
@@ -108,7 +114,9 @@ async def test_every_call_has_a_limit(docker: DockerEngine, call: str, monkeypat
                 await engine_calls(*arguments)
 
 
-@pytest.mark.parametrize("answer", ["<html>hello</html>", "{}", "[1]", '[{"Id": "x", "State": "running"}]', "null", ""])
+@pytest.mark.parametrize(
+    "answer", ["<html>hello</html>", "{}", "[1]", '[{"Id": "x", "State": "running"}]', "null", ""]
+)
 async def test_who_answers_and_is_no_engine_is_told(docker: DockerEngine, answer: str) -> None:
     async def other(request: web.Request) -> web.Response | None:
         return None if request.path == "/version" else web.Response(text=answer)
@@ -138,7 +146,9 @@ async def test_over_tcp_as_over_a_socket(tmp_path: Path) -> None:
                 await engine.containers({})
 
 
-async def test_an_answer_without_end_is_not_kept(docker: DockerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_without_end_is_not_kept(
+    docker: DockerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(docker_engine, "ANSWER_BYTES", 1 << 20)
 
     async def long(request: web.Request) -> web.Response | None:

@@ -63,8 +63,19 @@ async def test_a_new_container_has_all_that_the_services_own_has_but_ports_and_n
         "TRIREME_TRAINERS=1",
         "TRIREME_PSERVERS=0",
     ]
-    limits = ("Memory", "PidsLimit", "CapDrop", "SecurityOpt", "ReadonlyRootfs", "Tmpfs", "Init", "NetworkMode")
-    assert {key: made["HostConfig"][key] for key in limits} == {key: source["HostConfig"][key] for key in limits}
+    limits = (
+        "Memory",
+        "PidsLimit",
+        "CapDrop",
+        "SecurityOpt",
+        "ReadonlyRootfs",
+        "Tmpfs",
+        "Init",
+        "NetworkMode",
+    )
+    assert {key: made["HostConfig"][key] for key in limits} == {
+        key: source["HostConfig"][key] for key in limits
+    }
     assert made["HostConfig"]["Binds"] == ["demo_secrets:/run/secrets:ro", "demo_data:/data:rw"]
     assert made["HostConfig"]["Mounts"] == [
         {"Type": "volume", "Source": "", "Target": "/var/lib/trireme"},
@@ -193,11 +204,16 @@ async def test_names_that_others_have_are_passed_over(docker: DockerEngine, laun
     foreign = container(5, "something")
     foreign["Name"] = "/demo-trainer-launched-0"
     docker.add(foreign)
-    assert sorted(await launcher.start("trainer", 2)) == ["demo-trainer-launched-1", "demo-trainer-launched-2"]
+    assert sorted(await launcher.start("trainer", 2)) == [
+        "demo-trainer-launched-1",
+        "demo-trainer-launched-2",
+    ]
     assert docker.named("demo-trainer-launched-0") == foreign
 
 
-async def test_a_copy_of_a_copy_serves_while_compose_has_none(docker: DockerEngine, launcher: DockerLauncher) -> None:
+async def test_a_copy_of_a_copy_serves_while_compose_has_none(
+    docker: DockerEngine, launcher: DockerLauncher
+) -> None:
     await launcher.start("trainer", 1)
     del docker.containers[docker.named("demo_trainer_1")["Id"]]
     run = container(1_000_000, "trainer", Cmd=["bash"])  # of `docker compose run trainer bash`
@@ -216,7 +232,9 @@ async def test_without_a_container_to_copy_it_says_how_to_get_one(
     assert caught.value.hint == "let compose create one: docker compose up --scale trainer=1"
 
 
-async def test_an_image_that_is_gone_is_told_and_leaves_nothing(docker: DockerEngine, launcher: DockerLauncher) -> None:
+async def test_an_image_that_is_gone_is_told_and_leaves_nothing(
+    docker: DockerEngine, launcher: DockerLauncher
+) -> None:
     before = docker.names()
     docker.images.clear()
     with pytest.raises(NotFound, match="No such image: sha256:111"):
@@ -261,7 +279,9 @@ async def test_only_the_calls_that_a_proxy_has_to_let_through_are_made(
     """As docs/cluster.md lists them."""
     page = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text(encoding="utf-8")
     allowed = {
-        line.strip() for line in page.splitlines() if line.startswith(("    GET /", "    POST /", "    DELETE /"))
+        line.strip()
+        for line in page.splitlines()
+        if line.startswith(("    GET /", "    POST /", "    DELETE /"))
     }
     await launcher.start("trainer", 1)
     await launcher.look()
@@ -269,7 +289,9 @@ async def test_only_the_calls_that_a_proxy_has_to_let_through_are_made(
     made = set()
     for call in docker.calls:
         method, _, path = call.partition(" ")
-        parts = ["{id}" if len(part) == 64 else part for part in path.split("/") if not part.startswith("v1.")]
+        parts = [
+            "{id}" if len(part) == 64 else part for part in path.split("/") if not part.startswith("v1.")
+        ]
         if parts[1] == "networks":
             parts[2] = "{name}"
         made.add(f"{method} {'/'.join(parts)}")

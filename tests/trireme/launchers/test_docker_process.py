@@ -23,7 +23,8 @@ from trireme_shared.protocol.errors import InvalidArgument
 
 
 class Masters:
-    """A standby and a leader. Each container that runs is a host with one idle member; jobs need `needed` of them."""
+    """A standby and a leader. Each container that runs is a host with one idle member; jobs need `needed` of
+    them."""
 
     def __init__(self, docker: DockerEngine) -> None:
         self.docker = docker
@@ -36,7 +37,8 @@ class Masters:
         return [
             each["Name"][1:]
             for each in self.docker.containers.values()
-            if each["Config"]["Labels"]["com.docker.compose.service"] == kind and each["State"]["Status"] == "running"
+            if each["Config"]["Labels"]["com.docker.compose.service"] == kind
+            and each["State"]["Status"] == "running"
         ]
 
     @web.middleware
@@ -56,7 +58,13 @@ class Masters:
 
     async def pool(self, _: web.Request) -> web.Response:
         counts = {
-            f"{kind}s": {"members": len(self.members(kind)), "idle": 0, "draining": 0, "needed": needed, **self.more}
+            f"{kind}s": {
+                "members": len(self.members(kind)),
+                "idle": 0,
+                "draining": 0,
+                "needed": needed,
+                **self.more,
+            }
             for kind, needed in self.needed.items()
         }
         return web.json_response({**counts, **self.more})
@@ -103,13 +111,19 @@ async def docker(tmp_path: Path) -> AsyncIterator[DockerEngine]:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, seconds in ((sizing, "LOOK_S", 0.05), (sizing, "IDLE_S", 0.3), (docker_launcher, "LOOK_S", 0.05)):
+    for module, name, seconds in (
+        (sizing, "LOOK_S", 0.05),
+        (sizing, "IDLE_S", 0.3),
+        (docker_launcher, "LOOK_S", 0.05),
+    ):
         monkeypatch.setattr(module, name, seconds)
 
 
 @pytest.fixture
 def settings(docker: DockerEngine, masters: Masters) -> Settings:
-    return Settings(url=masters.standby, token=Role.VIEWER.value, docker=docker.address, max_trainers=3, max_pservers=1)
+    return Settings(
+        url=masters.standby, token=Role.VIEWER.value, docker=docker.address, max_trainers=3, max_pservers=1
+    )
 
 
 @asynccontextmanager
@@ -156,7 +170,13 @@ async def test_it_listens_nowhere_and_a_master_decides_nothing_but_numbers(
 
     before, names = listening(), launched(docker)
     masters.needed = {"trainer": 1_000_000, "pserver": 1_000_000}
-    masters.more = {"image": "evil", "Image": "evil", "Env": ["X=1"], "Binds": ["/:/host"], "launcher": "docker"}
+    masters.more = {
+        "image": "evil",
+        "Image": "evil",
+        "Env": ["X=1"],
+        "Binds": ["/:/host"],
+        "launcher": "docker",
+    }
     async with running(settings):
         await until(lambda: len(names()) == 4, "as many as it may have")
         await asyncio.sleep(0.3)
@@ -206,7 +226,8 @@ async def test_a_container_of_no_project_and_none_at_all_say_what_to_set(docker:
 async def test_without_a_leader_it_says_so_and_asks_the_given_address_again(
     docker: DockerEngine, masters: Masters, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    leader, masters.leader = masters.leader, "http://127.0.0.1:9"  # a leader that died; standbys do not know it yet
+    # a leader that died; standbys do not know it yet
+    leader, masters.leader = masters.leader, "http://127.0.0.1:9"
     names = launched(docker)
     masters.needed["trainer"] = 2
     async with running(settings):

@@ -123,7 +123,9 @@ def test_the_pool_follows_the_jobs_through_a_change_of_leaders() -> None:
     run_virtually(main)
 
 
-@pytest.mark.parametrize("error", [PeerError("no room", hint="make some"), NotFound("no room", hint="make some")])
+@pytest.mark.parametrize(
+    "error", [PeerError("no room", hint="make some"), NotFound("no room", hint="make some")]
+)
 def test_a_launcher_that_fails_is_told_once_and_asked_ever_less_often(error: TriremeError) -> None:
     async def main() -> None:
         leader, events = Leader(), []

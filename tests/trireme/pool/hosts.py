@@ -27,17 +27,30 @@ SLOW_S = 0.05
 class Host:
     """A host agent's process, in a folder of its own."""
 
-    def __init__(self, folder: Path, etcd: Etcd, url: str, mark: str, name: str = "h", **settings: object) -> None:
+    def __init__(
+        self, folder: Path, etcd: Etcd, url: str, mark: str, name: str = "h", **settings: object
+    ) -> None:
         self.folder, self.etcd, self.name = folder, etcd, name
         self.process: ForkedProcess | None = None
-        given = {"etcd": url, "name": name, "data_dir": folder, "trainers": 2, "pservers": 1, "drain_seconds": 5}
+        given = {
+            "etcd": url,
+            "name": name,
+            "data_dir": folder,
+            "trainers": 2,
+            "pservers": 1,
+            "drain_seconds": 5,
+        }
         self.environment = clean_environment() | {MARK: mark}
-        self.environment |= {f"TRIREME_{key.upper()}": str(value) for key, value in (given | settings).items()}
+        self.environment |= {
+            f"TRIREME_{key.upper()}": str(value) for key, value in (given | settings).items()
+        }
 
     async def start(self) -> None:
         with (self.folder.parent / f"{self.name}.log").open("ab") as log:
             place = self.folder.parent
-            self.process = warm_server().start("trireme.host", (), place, self.environment, log.fileno(), log.fileno())
+            self.process = warm_server().start(
+                "trireme.host", (), place, self.environment, log.fileno(), log.fileno()
+            )
 
     @property
     def pid(self) -> int:
@@ -167,7 +180,9 @@ def job_in(folder: Path, name: str, **changes) -> tuple[JobSpec, Source]:
 
 
 @asynccontextmanager
-async def led(spec: JobSpec, source: Source, etcd: Etcd, url: str, mark: str, folder: Path) -> AsyncIterator[None]:
+async def led(
+    spec: JobSpec, source: Source, etcd: Etcd, url: str, mark: str, folder: Path
+) -> AsyncIterator[None]:
     """A master process of its own for the job."""
     await etcd.put(KEYS.source(source.digest), source.to_bytes())
     path = folder / f"{spec.job}.json"

@@ -1,4 +1,5 @@
-"""A host agent with real children: what it is assigned runs, comes back when it dies, and leaves when it is told to."""
+"""A host agent with real children: what it is assigned runs, comes back when it dies, and leaves when it is
+told to."""
 
 from __future__ import annotations
 
@@ -69,13 +70,17 @@ async def metrics_of(member: PoolMember) -> str:
             return await answer.text()
 
 
-async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(host, etcd, embedded_etcd, mark, tmp_path):
+async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(
+    host, etcd, embedded_etcd, mark, tmp_path
+):
     spec, source = job_in(tmp_path, "long", epochs=12)
     await host.start()
     async with led(spec, source, etcd, embedded_etcd.url, mark, tmp_path):
         await host.assign_all("long", 1)
         for kind, number in (("pserver", 0), ("trainer", 0), ("trainer", 1)):
-            said = await host.when(kind, number, lambda member: member.running == "long", f"{kind}-{number} to run")
+            said = await host.when(
+                kind, number, lambda member: member.running == "long", f"{kind}-{number} to run"
+            )
             assert (said.epoch, said.ended, said.trouble, said.pid) == (1, False, "", host.pid)
         await training(etcd, "long")
         killed = await host.child("trainer", 0)
@@ -87,18 +92,26 @@ async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(host, et
         await host.child("trainer", 1, other_than=frozen.pid)
         registered = await host.registered()
         async with asyncio.timeout(60):
-            while len(found := await processes_of(registered)) < 3 or not all(each["ready"] for each in found.values()):
+            while len(found := await processes_of(registered)) < 3 or not all(
+                each["ready"] for each in found.values()
+            ):
                 await asyncio.sleep(0.1)
         text = await metrics_of(registered)
         assert wrong_metrics(text) == []
-        for line in ('places{kind="trainer",state="running"} 2.0', "ready 1.0", 'deaths_total{kind="trainer"} 2.0'):
+        for line in (
+            'places{kind="trainer",state="running"} 2.0',
+            "ready 1.0",
+            'deaths_total{kind="trainer"} 2.0',
+        ):
             assert f"trireme_host_{line}" in text
         slow_file(tmp_path, "long").unlink()
         state = await final_state(etcd, "long")
         assert (state.phase, state.result.trained_records) == (Phase.COMPLETED, 12 * RECORDS)
         for number in range(2):
             await host.when("trainer", number, lambda member: member.ended, "the trainers to have ended")
-        assert [process for process in host.children() if "pserver-0" not in " ".join(process.cmdline())] == []
+        assert [
+            process for process in host.children() if "pserver-0" not in " ".join(process.cmdline())
+        ] == []
         for kind, number in (("pserver", 0), ("trainer", 0), ("trainer", 1)):
             await host.unassign(kind, number)
             await host.when(kind, number, lambda member: member.running == "", f"{kind}-{number} to be idle")
@@ -120,9 +133,13 @@ async def test_killing_the_agent_kills_its_children_and_the_next_one_does_not_wa
         assert len(children) == 3
         host.process.kill()
         await host.end()
-        await until(lambda: not any(psutil.pid_exists(child.pid) for child in children), "its children to die", 10)
+        await until(
+            lambda: not any(psutil.pid_exists(child.pid) for child in children), "its children to die", 10
+        )
         await host.start()
-        now = await host.when("trainer", 0, lambda member: member.pid == host.pid, "its places to be registered")
+        now = await host.when(
+            "trainer", 0, lambda member: member.pid == host.pid, "its places to be registered"
+        )
         assert now.incarnation != before.incarnation
         await asyncio.sleep(0.5)
         assert host.children() == [], "it runs what was assigned to the agent before"
@@ -146,7 +163,9 @@ async def test_a_place_that_is_assigned_to_another_job_starts_a_fresh_process(
         after = await host.child("trainer", 1, other_than=before.pid)
         assert not psutil.pid_exists(before.pid)
         assert '"job": "two"' in (await said_by(tmp_path / "host" / "logs" / "two" / "h-trainer-1-1.log"))
-        said = await host.when("trainer", 1, lambda member: member.running == "two", "trainer-1 to be the other job's")
+        said = await host.when(
+            "trainer", 1, lambda member: member.running == "two", "trainer-1 to be the other job's"
+        )
         assert said.epoch == 1
         await host.assign("trainer", 1, "two", 2)
         later = await host.child("trainer", 1, other_than=after.pid)
@@ -181,12 +200,16 @@ async def test_children_outlive_an_etcd_that_is_silent_for_longer_than_the_lease
         assert {child.pid for child in host.children()} == pids
 
 
-async def test_a_child_that_cannot_start_is_given_up_and_its_last_words_are_told(host, etcd, embedded_etcd, tmp_path):
+async def test_a_child_that_cannot_start_is_given_up_and_its_last_words_are_told(
+    host, etcd, embedded_etcd, tmp_path
+):
     host.environment["TRIREME_SPEC_WAIT_S"] = "0.2"
     await host.start()
     await host.assign("trainer", 0, "nobodys", 1)
     said = await host.when("trainer", 0, lambda member: "was ready" in member.trouble, "the trouble")
-    assert said.trouble.startswith("trainer-0 ended 2 times before it was ready on h, the last time with exit code 1")
+    assert said.trouble.startswith(
+        "trainer-0 ended 2 times before it was ready on h, the last time with exit code 1"
+    )
     assert "the job's spec" in said.trouble
     await host.assign("trainer", 1, "../../etc", 1)
     said = await host.when("trainer", 1, lambda member: member.trouble, "the refusal")
@@ -195,7 +218,9 @@ async def test_a_child_that_cannot_start_is_given_up_and_its_last_words_are_told
     await host.when("trainer", 0, lambda member: not member.trouble and not member.running, "an idle place")
 
 
-async def test_a_second_agent_in_the_same_folder_and_one_without_places_are_refused(host, etcd, embedded_etcd, mark):
+async def test_a_second_agent_in_the_same_folder_and_one_without_places_are_refused(
+    host, etcd, embedded_etcd, mark
+):
     await host.start()
     await host.registered()
     second = Host(host.folder, etcd, embedded_etcd.url, mark, name="other")
@@ -203,7 +228,9 @@ async def test_a_second_agent_in_the_same_folder_and_one_without_places_are_refu
     assert await second.end() == 1
     assert f"another host agent (process {host.pid}) uses" in second.log()
     assert "Traceback" not in second.log()
-    idle = Host(host.folder.parent / "idle", etcd, embedded_etcd.url, mark, name="idle", trainers=0, pservers=0)
+    idle = Host(
+        host.folder.parent / "idle", etcd, embedded_etcd.url, mark, name="idle", trainers=0, pservers=0
+    )
     await idle.start()
     assert (await idle.end(), "a host without places is of no use" in idle.log()) == (1, True)
     bad = Host(host.folder.parent / "bad", etcd, embedded_etcd.url, mark, name="bad", trainers=-1)

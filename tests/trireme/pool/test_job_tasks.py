@@ -24,9 +24,15 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the agent's children are forked, as Linux can"),
 ]
-HELPER = "import os\n\n\ndef made():\n    print('made for', os.environ['TRIREME_JOB'], flush=True)\n\n\ndef broken():\n    raise ValueError('no input')\n"
+HELPER = (
+    "import os\n\n\ndef made():\n    print('made for', os.environ['TRIREME_JOB'], flush=True)\n\n\ndef "
+    "broken():\n    raise ValueError('no input')\n"
+)
 TASKS = (
-    JobTask(command="echo in $PWD; echo $TRIREME_TASK of $TRIREME_JOB at $TRIREME_STORAGE, $TRIREME_STANDING; exit 3"),
+    JobTask(
+        command="echo in $PWD; echo $TRIREME_TASK of $TRIREME_JOB at $TRIREME_STORAGE, $TRIREME_STANDING; "
+        "exit 3"
+    ),
     JobTask(function="helper:made"),
     JobTask(function="helper:broken"),
     JobTask(command="sleep 600 & echo started $!; sleep 600"),
@@ -60,9 +66,13 @@ async def store(etcd: Etcd, folder: Path) -> None:
 async def run(host: Host, name: str, *, attempt: int = 1, limit_s: float = 60.0) -> PoolMember:
     """As the leader assigns it."""
     member = await host.registered()
-    work = Assignment(job="a", epoch=0, incarnation=member.incarnation, task=name, attempt=attempt, limit_s=limit_s)
+    work = Assignment(
+        job="a", epoch=0, incarnation=member.incarnation, task=name, attempt=attempt, limit_s=limit_s
+    )
     await host.etcd.put(KEYS.assignment("trainer", member.member), work.to_bytes())
-    return await host.when("trainer", 0, lambda now: (now.task, now.attempt) == (name, attempt), "the task to begin")
+    return await host.when(
+        "trainer", 0, lambda now: (now.task, now.attempt) == (name, attempt), "the task to begin"
+    )
 
 
 async def ended(host: Host) -> PoolMember:

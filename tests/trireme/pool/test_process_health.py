@@ -1,4 +1,5 @@
-"""What /readyz of a host agent says of the processes of its places: each one's own answer, and no more requests than one a second."""
+"""What /readyz of a host agent says of the processes of its places: each one's own answer, and no more
+requests than one a second."""
 
 from __future__ import annotations
 
@@ -94,10 +95,17 @@ async def test_a_process_that_loads_is_live_and_not_ready_and_its_agent_stays_re
     async with agent(member) as url:
         assert await said(url) == (
             200,
-            {"status": "ready", "processes": {"pserver-0": {"live": False, "ready": False, "reason": "it has ended"}}},
+            {
+                "status": "ready",
+                "processes": {"pserver-0": {"live": False, "ready": False, "reason": "it has ended"}},
+            },
         )
         await member.child.start()
-        assert (await said(url))[1]["processes"]["pserver-0"] == {"live": True, "ready": False, "reason": "it starts"}
+        assert (await said(url))[1]["processes"]["pserver-0"] == {
+            "live": True,
+            "ready": False,
+            "reason": "it starts",
+        }
         member.child.process = None
         async with member.serving(monkeypatch):
             member.missing = "loads a checkpoint"
@@ -115,7 +123,11 @@ async def test_a_process_that_loads_is_live_and_not_ready_and_its_agent_stays_re
 async def test_what_an_earlier_process_of_the_place_said_does_not_count(tmp_path, monkeypatch):
     member = Member(tmp_path, "pserver-0", pid=os.getppid())
     async with agent(member) as url, member.serving(monkeypatch):
-        assert (await said(url))[1]["processes"]["pserver-0"] == {"live": True, "ready": False, "reason": "it starts"}
+        assert (await said(url))[1]["processes"]["pserver-0"] == {
+            "live": True,
+            "ready": False,
+            "reason": "it starts",
+        }
         assert member.asked == 0
 
 

@@ -1,4 +1,5 @@
-"""Nothing of what happened to the children is missing in their file after a full disk, and no torn line makes it unreadable."""
+"""Nothing of what happened to the children is missing in their file after a full disk, and no torn line makes
+it unreadable."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def test_events_that_a_full_disk_did_not_take_are_written_in_order_once_there_is
     events = EventFile(small_disk)
     events.append(event(0))
     filler = fill(small_disk)
-    with pytest.raises(OSError, match="No space left"):  # the last page has room for some lines and a part of one
+    # the last page has room for some lines and a part of one
+    with pytest.raises(OSError, match="No space left"):
         for pid in range(1, 10):
             events.append(event(pid))
     with pytest.raises(OSError, match="No space left"):

@@ -67,7 +67,9 @@ def test_the_id_of_an_operation_stays_whole_where_names_of_processes_lose_their_
 def test_a_pipe_gets_changes_at_once_and_what_runs_every_few_seconds():
     running, done = job("a", "RUNNING", 1), job("b", "COMPLETED", reason="exported")
     waiting = job("b", "QUEUED", reason="no parameter server")
-    lines = shown((0, [running, waiting]), (1, [running, waiting]), (2, [running, done]), (6, [running, done]))
+    lines = shown(
+        (0, [running, waiting]), (1, [running, waiting]), (2, [running, done]), (6, [running, done])
+    )
     assert [line.split()[:2] for line in lines] == [
         ["a", "running"],
         ["b", "queued"],
@@ -82,7 +84,12 @@ def test_a_terminal_shows_at_most_twenty_jobs_those_that_go_on_first():
     lines.show([*(job(f"old-{n}", "COMPLETED") for n in range(30)), job("new", "RUNNING", 1)], 0.0)
     lines.close()
     text = out.getvalue()
-    assert (text.index("new") < text.index("old-0"), "old-18" in text, "old-19" in text, "and 11 more" in text) == (
+    assert (
+        text.index("new") < text.index("old-0"),
+        "old-18" in text,
+        "old-19" in text,
+        "and 11 more" in text,
+    ) == (
         True,
         True,
         False,

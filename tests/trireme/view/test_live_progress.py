@@ -96,7 +96,9 @@ async def test_what_makes_a_job_another_one_than_was_asked_for_is_shown(name):
             return TaskSummary.model_construct(total=2, task_records=64)
 
     screen = Screen()
-    reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.SYNC, trainers=1, records_per_task=64), screen)
+    reporter = ProgressReporter(
+        JobSpec.model_construct(mode=Mode.SYNC, trainers=1, records_per_task=64), screen
+    )
     for _ in range(2):
         await reporter.poll(Told().client)
     assert screen.shown == ["look"]
@@ -116,7 +118,9 @@ class Forgetful(Master):
 
 async def test_events_that_are_forgotten_before_they_were_asked_for_are_left_out():
     master, screen = Forgetful(), Screen()
-    reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.SYNC, trainers=1, records_per_task=64), screen)
+    reporter = ProgressReporter(
+        JobSpec.model_construct(mode=Mode.SYNC, trainers=1, records_per_task=64), screen
+    )
     with pytest.raises(PeerError):
         await reporter.poll(master.client)
     for _ in range(4):
@@ -156,7 +160,11 @@ def test_the_death_of_the_last_trainer_or_parameter_server_is_not_told_as_that_o
     for name in ("trainer-0", "trainer-1", "pserver-0", "etcd"):
         reporter.on_child(ChildEvent(name, "died", "SIGKILL", 7))
     first, last, pserver, etcd = screen.shown
-    assert ("other trainers" in first, "other trainers" in last, "the job waits for it" in last) == (True, False, True)
+    assert ("other trainers" in first, "other trainers" in last, "the job waits for it" in last) == (
+        True,
+        False,
+        True,
+    )
     assert "the others" not in pserver
     assert etcd == "etcd died (SIGKILL, pid 7): it is started again"
     reporter.on_child(ChildEvent("trainer-1", "restarted"))
@@ -179,7 +187,10 @@ def test_the_last_trainer_of_a_collective_job_takes_the_parameters_along():
     spec = JobSpec.model_construct(mode=Mode.SYNC, strategy=Strategy.COLLECTIVE)
     first, last = told_of_deaths(spec, "trainer-0", "trainer-1")
     assert "other trainers take its lanes" in first
-    back = "nobody has the parameters now: the job goes back to its newest checkpoint, or starts over if it has none; it is"
+    back = (
+        "nobody has the parameters now: the job goes back to its newest checkpoint, or starts over if "
+        "it has none; it is"
+    )
     assert back in last
 
 

@@ -38,13 +38,19 @@ def test_the_events_of_a_masterless_job_are_the_log_that_its_trainers_write() ->
             following = group.create_task(client.run())
             await client.ready(10)
             first = await client.list_events(KEYS.job)
-            assert [event.name for event in first.events] == ["sweeper_elected", "setting_unused", "job_running"]
+            assert [event.name for event in first.events] == [
+                "sweeper_elected",
+                "setting_unused",
+                "job_running",
+            ]
             helper = next(each for each in dispatchers.values() if not each.sweeps)
             given = await take(cluster, helper, helper.name)
             failed = FailTask(trainer=helper.name, attempt=given.attempt, epoch=0, failure=NO)
             await helper.fail_task(given.task_id, failed)  # its own decision, in its own transaction
             page = await client.list_events(KEYS.job, after=first.next_after, wait_s=10)
-            assert [(event.name, event.event_id) for event in page.events] == [("task_requeued", first.newest + 1)]
+            assert [(event.name, event.event_id) for event in page.events] == [
+                ("task_requeued", first.newest + 1)
+            ]
             following.cancel()
 
     run_virtually(main)

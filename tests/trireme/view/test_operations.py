@@ -1,4 +1,5 @@
-"""`trireme checkpoint create | restore` against a master played by the test: progress, outcomes, exit codes."""
+"""`trireme checkpoint create | restore` against a master played by the test: progress, outcomes, exit
+codes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from trireme_shared.protocol.records.operations import Operation, OperationKind,
 
 WAITS = "waiting for a trainer"
 RUNNING = Operation(operation_id="op-1", kind=OperationKind.CREATE_CHECKPOINT, reason=WAITS, limit_s=60.0)
-DONE = RUNNING.model_copy(update={"state": OperationState.DONE, "reason": "the checkpoint is there", "step": 7})
+DONE = RUNNING.model_copy(
+    update={"state": OperationState.DONE, "reason": "the checkpoint is there", "step": 7}
+)
 
 
 @asynccontextmanager
@@ -65,7 +68,9 @@ async def test_a_failed_operation_is_its_error(code, error, exit_code):
 
 async def test_what_takes_longer_than_one_waits_goes_on_and_is_exit_code_7():
     async with master(RUNNING) as connect:
-        with pytest.raises(DeadlineExceeded, match=r"still running after 0\.1 s: waiting for a trainer") as caught:
+        with pytest.raises(
+            DeadlineExceeded, match=r"still running after 0\.1 s: waiting for a trainer"
+        ) as caught:
             await wait_for_operation(connect, RUNNING, 0.1, lambda _: None)
     assert exit_codes.code_of(caught.value) == exit_codes.TIMED_OUT
     assert json.dumps(caught.value.to_map()["details"]) == '{"operation": "op-1"}'
@@ -74,7 +79,9 @@ async def test_what_takes_longer_than_one_waits_goes_on_and_is_exit_code_7():
 async def test_a_checkpoint_is_named_by_step_or_the_beginning_of_its_id():
     async with master(RUNNING) as connect, connect() as (client, job):
         assert [await find_checkpoint(client, job, which) for which in ("4", "abc")] == ["def-2", "abc-1"]
-        with pytest.raises(Exception, match=r"no checkpoint 5; there are: step 12 \(abc-1\), step 4 \(def-2\)"):
+        with pytest.raises(
+            Exception, match=r"no checkpoint 5; there are: step 12 \(abc-1\), step 4 \(def-2\)"
+        ):
             await find_checkpoint(client, job, "5")
 
 

@@ -11,7 +11,15 @@ from rich.console import Console
 
 from trireme.view.progress import LINE_EVERY_S, LineDisplay, LiveDisplay, Progress, clock_text
 from trireme.view.report import Counts, failure_text, number, result_document, summary_text
-from trireme_shared.protocol.records import FailureCause, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
+from trireme_shared.protocol.records import (
+    FailureCause,
+    JobResult,
+    JobSpec,
+    JobState,
+    Phase,
+    Stage,
+    UserFailure,
+)
 
 RUNNING = Progress(
     phase="RUNNING",
@@ -46,13 +54,17 @@ def test_a_stalled_job_says_for_whom_it_waits():
     stalled = replace(
         RUNNING, records_per_s=None, eta_s=None, stalled="waiting for trainer-1-4da120b091a6, silent for 14 s"
     )
-    assert stalled.training() == "epoch 2/5  step 140  loss 0.3123  stalled: waiting for trainer-1, silent for 14 s"
+    assert (
+        stalled.training()
+        == "epoch 2/5  step 140  loss 0.3123  stalled: waiting for trainer-1, silent for 14 s"
+    )
 
 
 def test_what_is_not_known_yet_is_left_out():
     assert Progress(phase="RUNNING", stage="TRAIN", epochs=3).training() == "epoch 1/3"
     assert (
-        Progress(phase="WAITING", stage="TRAIN", reason="waiting for a trainer").training() == "waiting for a trainer"
+        Progress(phase="WAITING", stage="TRAIN", reason="waiting for a trainer").training()
+        == "waiting for a trainer"
     )
     assert Progress(phase="RUNNING", stage="EVALUATE").training() == "evaluate"
 
@@ -93,9 +105,13 @@ def test_on_a_terminal_bar_numbers_and_members_are_drawn_and_events_stay():
 
 
 def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
-    result = JobResult(metrics={"accuracy": 0.98611}, exports={"safetensors": "/m.safetensors"}, trained_records=17256)
+    result = JobResult(
+        metrics={"accuracy": 0.98611}, exports={"safetensors": "/m.safetensors"}, trained_records=17256
+    )
     state = JobState(phase=Phase.COMPLETED, stage=Stage.DONE, generation=4, result=result)
-    document = result_document(SPEC, state, Counts({"trainer-1": 2}, loss=0.25, steps=540), 23.71, Path("/run"))
+    document = result_document(
+        SPEC, state, Counts({"trainer-1": 2}, loss=0.25, steps=540), 23.71, Path("/run")
+    )
     assert summary_text(document).splitlines() == [
         "job                  ctr COMPLETED after 23.7 s (sync)",
         "training loss        0.25 (mean of the last epoch)",
@@ -117,7 +133,9 @@ def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
         (Phase.COMPLETED, 2, 2, "0.25 (mean of the last epoch)"),
     ],
 )
-def test_the_loss_of_an_epoch_that_is_not_over_is_told_as_that(phase: Phase, done: int, with_loss: int, told: str):
+def test_the_loss_of_an_epoch_that_is_not_over_is_told_as_that(
+    phase: Phase, done: int, with_loss: int, told: str
+):
     losses = [{"number": epoch, "loss": 0.25, "records": 4} for epoch in range(with_loss)]
     state = JobState(phase=phase, result=JobResult())
     counts = Counts({}, loss=0.25, epochs=done, by_epoch=losses)
@@ -137,16 +155,36 @@ def test_the_loss_of_each_epoch_is_told_of_many_the_first_and_the_last() -> None
     assert told(1) == ([], [{"epoch": 0, "loss": 1.0}])
     assert told(3)[0] == ["loss by epoch  1  0.5  0.3333"]
     [row], every = told(20)
-    assert row.split()[3:] == ["1", "...", "0.07143", "0.06667", "0.0625", "0.05882", "0.05556", "0.05263", "0.05"]
+    assert row.split()[3:] == [
+        "1",
+        "...",
+        "0.07143",
+        "0.06667",
+        "0.0625",
+        "0.05882",
+        "0.05556",
+        "0.05263",
+        "0.05",
+    ]
     assert len(every) == 20
 
 
 def test_discarded_records_are_told():
     result = JobResult(discarded_tasks=7, discarded_records=64)
-    lost = {"task_id": "6", "kind": "TRAIN", "epoch": 1, "file": "/x.npy", "first": 24, "count": 4, "failures": 3}
+    lost = {
+        "task_id": "6",
+        "kind": "TRAIN",
+        "epoch": 1,
+        "file": "/x.npy",
+        "first": 24,
+        "count": 4,
+        "failures": 3,
+    }
     lost |= {"cause": "ValueError: no", "stream": 0}
     counts = Counts({}, discarded=[lost] * 7)
-    document = result_document(SPEC, JobState(phase=Phase.COMPLETED, result=result), counts, 1.0, Path("/run"))
+    document = result_document(
+        SPEC, JobState(phase=Phase.COMPLETED, result=result), counts, 1.0, Path("/run")
+    )
     line = "           /x.npy records 24-27, epoch 1: ValueError: no"
     assert summary_text(document).splitlines()[-7:] == [
         "discarded  7 tasks, 64 records",
@@ -172,7 +210,10 @@ def test_a_failed_job_shows_the_users_traceback_first():
         "KeyError: 'z'",
         "in task 7 at trainer-0-ab",
         "error: job failed: KeyError twice",
-        "hint: started again with the same command, it starts from the beginning, and the files of this run move to /run/previous",
+        (
+            "hint: started again with the same command, it starts from the beginning, and the files of "
+            "this run move to /run/previous"
+        ),
         "logs: /run/logs",
     ]
 

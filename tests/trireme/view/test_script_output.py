@@ -18,7 +18,10 @@ from trireme.view.live_progress import (
 )
 from trireme.view.progress import LineDisplay, LiveDisplay, Progress
 
-OURS = '{"room": "process", "event": "model_built", "service": "trainer", "level": "info", "timestamp": "2026-11-24T20:29:03Z"}\n'
+OURS = (
+    '{"room": "process", "event": "model_built", "service": "trainer", "level": "info", "timestamp": '
+    '"2026-11-24T20:29:03Z"}\n'
+)
 
 
 class Terminal:
@@ -72,7 +75,10 @@ def test_of_a_flood_the_beginning_is_shown_and_the_number_of_the_others(terminal
     terminal.write("trainer-1", "quiet\n")
     *first, told, other = terminal.look()
     assert first == [("trainer-0", f"line {number}") for number in range(AT_ONCE)]
-    assert told == ("trainer-0", f"… 4,900 lines are left out here; all are in {terminal.folder / 'trainer-0.log'}")
+    assert told == (
+        "trainer-0",
+        f"… 4,900 lines are left out here; all are in {terminal.folder / 'trainer-0.log'}",
+    )
     assert other == ("trainer-1", "quiet")
 
 

@@ -1,12 +1,16 @@
-"""Mean gradients of a collective job made by a native group, in place of pushes to owners and pulls from them.
+"""Mean gradients of a collective job made by a native group, in place of pushes to owners and pulls from
+them.
 
 a generation is formed ─► the trainers with lanes build a group ─► for each step:
-    all say which nodes they give ─► buckets, as backward finishes them ─► buffers ─► (fast: all have everything) ─► the version is there
-an error, or a step that begins again: the group is cut and built anew; another generation: the same, with its trainers
+    all say which nodes they give ─► buckets, as backward finishes them ─► buffers
+        ─► (fast: all have everything) ─► the version is there
+an error, or a step that begins again: the group is cut and built anew; another generation: the same, with its
+trainers
 
-Versions, statements, what is kept for those who lack a version, spares, joiners and checkpoints stay as in direct exchange: only how the members of
-one generation make the next version differs. With the fast reduction its bits depend on who they are. So nobody uses a version before all have
-received it: whoever is left has it then, and no other one is made.
+Versions, statements, what is kept for those who lack a version, spares, joiners and checkpoints stay as in
+direct exchange: only how the members of one generation make the next version differs. With the fast reduction
+its bits depend on who they are. So nobody uses a version before all have received it: whoever is left has it
+then, and no other one is made.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ from trireme_shared.protocol.wire.messages import PROTOCOL_VERSION, PushHeader
 
 HEAD_BYTES = 8
 AGAIN_S = 0.05
-LOOK_S = 1.0  # between two looks whether a trainer that is waited for lives, and whether the others begin anew
+# between two looks whether a trainer that is waited for lives, and whether the others begin anew
+LOOK_S = 1.0
 LAST_LOOK_S = 5.0
 log = telemetry.logger("native")
 
@@ -81,8 +86,8 @@ class Means(Protocol):
 
 
 class NativeExchange:
-    """Of one trainer. `host`: its mean gradients. Run `run` in each generation in which it has lanes. `link`: to its group, if there is one; `attempts`: the last
-    generation, and how often its group was begun."""
+    """Of one trainer. `host`: its mean gradients. Run `run` in each generation in which it has lanes. `link`:
+    to its group, if there is one; `attempts`: the last generation, and how often its group was begun."""
 
     def __init__(
         self,
@@ -115,8 +120,9 @@ class NativeExchange:
     # ------------------------------------------------------------ generations
 
     def regroup(self, group: Group | None) -> None:
-        """In the instant in which another generation is known here. What was received whole is kept: the trainers with lanes tell each other of it. One that
-        has none any more says in its own way what it has."""
+        """In the instant in which another generation is known here. What was received whole is kept: the
+        trainers with lanes tell each other of it. One that has none any more says in its own way what it
+        has."""
         if self.link is not None:
             self.link.cut()
         if self._given is not None:
@@ -148,7 +154,8 @@ class NativeExchange:
             before.release()
 
     async def run(self, group: Group) -> None:
-        """Build the group and make versions with it, again and again. Until cancelled. Whoever waits for a version is told if there can be none."""
+        """Build the group and make versions with it, again and again. Until cancelled. Whoever waits for a
+        version is told if there can be none."""
         try:
             await self._run(group)
         except InvalidArgument as error:
@@ -168,7 +175,9 @@ class NativeExchange:
                 self.attempts = group.generation, error.attempt
             except Broken as error:
                 if self._host.view.group is group:
-                    log.warning("group_broken", generation=group.generation, attempt=attempt, cause=str(error))
+                    log.warning(
+                        "group_broken", generation=group.generation, attempt=attempt, cause=str(error)
+                    )
                     await self._host.look_for_dead(group)
             await asyncio.sleep(AGAIN_S)
 
@@ -181,7 +190,9 @@ class NativeExchange:
     @asynccontextmanager
     async def _entered(self, group: Group, attempt: int) -> AsyncIterator[tuple[Link, Meeting | None]]:
         """Raises Broken, InvalidArgument."""
-        link = self.link = Link(self._place.host, self._place.backend, self._spec.threads_per_trainer, self._limit)
+        link = self.link = Link(
+            self._place.host, self._place.backend, self._spec.threads_per_trainer, self._limit
+        )
         size = group.trainers.owner_count
         try:
             meeting = None
@@ -200,7 +211,8 @@ class NativeExchange:
                 self.link = None
 
     async def _until_overtaken(self, meeting: Meeting) -> None:
-        """A trainer that computes, or has nothing more to do, notices by no operation that the others begin anew. Raises Overtaken."""
+        """A trainer that computes, or has nothing more to do, notices by no operation that the others begin
+        anew. Raises Overtaken."""
         pause_s, before = LOOK_S, self._host.has
         while True:
             await asyncio.sleep(pause_s)
@@ -227,7 +239,9 @@ class NativeExchange:
         check_alike(statements)
         versions = [each.version for each in statements]
         group.newest = max(group.newest, *versions)
-        group.givers = [place for place, version in enumerate(versions) if version == group.newest != self._host.has]
+        group.givers = [
+            place for place, version in enumerate(versions) if version == group.newest != self._host.has
+        ]
         self._notify()
         while self._host.has < group.newest:
             await self._host.catch_up(group)
@@ -245,7 +259,8 @@ class NativeExchange:
         return self._received.generation if self._received is not None else -1
 
     async def _spread(self, link: Link, statements: list[NativeStatement], newest: int) -> None:
-        """What some have received whole, to all: of what was made in several generations, the last. All have it then, or nobody counts on it."""
+        """What some have received whole, to all: of what was made in several generations, the last. All have
+        it then, or nobody counts on it."""
         having = [
             (each.received, -rank)
             for rank, each in enumerate(statements)
@@ -282,7 +297,8 @@ class NativeExchange:
     # ------------------------------------------------------------ the loop's calls
 
     async def offer(self, header: PushHeader, boxes: Mapping[int, Outbox]) -> Verdict:
-        """Take all blocks of a push, as they are finished. They are read until the step is over, or begins again."""
+        """Take all blocks of a push, as they are finished. They are read until the step is over, or begins
+        again."""
         async with SingleErrorGroup() as tasks:
             taking = [tasks.create_task(self._take(header, box)) for box in boxes.values()]
         verdicts = {task.result() for task in taking}
@@ -319,7 +335,8 @@ class NativeExchange:
         return given
 
     async def beginning(self, step: int) -> None:
-        """This trainer begins a step, and uses the memory of its gradients. If it had begun that step before, the group, which may be reading it, is cut."""
+        """This trainer begins a step, and uses the memory of its gradients. If it had begun that step before,
+        the group, which may be reading it, is cut."""
         given = self._given
         if given is None or given.step != step:
             if self.link is not None and self.link.is_cut:
@@ -332,8 +349,8 @@ class NativeExchange:
             await self.link.idle()
 
     async def reached(self, group: Group, version: int) -> None:
-        """Until this trainer has it, or another one of the group has what this one lacks, or the generation is over. Raises InvalidArgument: there can be
-        none."""
+        """Until this trainer has it, or another one of the group has what this one lacks, or the generation
+        is over. Raises InvalidArgument: there can be none."""
         while self._host.has < version and self._host.has >= group.newest and self._host.view.group is group:
             if self._failure is not None:
                 raise self._failure
@@ -364,12 +381,14 @@ class NativeExchange:
 
 @dataclass(slots=True)
 class Received:
-    """A version that a trainer has received whole before it knows that all others have, too: kept beside what it has, until that is known.
+    """A version that a trainer has received whole before it knows that all others have, too: kept beside what
+    it has, until that is known.
 
         reduced ─► Received ─ all say that they have it ─► the version that the trainer has
                       `─ the group breaks: told in the next one ─► who lacks it gets it ─► all say ...
 
-    `generation`: in which it was made: with another one the bits are others. `arrived`: all blocks; it has a reference to each. `store`: which lacks it."""
+    `generation`: in which it was made: with another one the bits are others. `arrived`: all blocks; it has a
+    reference to each. `store`: which lacks it."""
 
     store: MeanStore
     generation: int
@@ -400,13 +419,17 @@ class Received:
             told = json.loads(data[HEAD_BYTES:first])
             record, sizes = StepRecord.model_validate(told["record"]), [int(size) for size in told["sizes"]]
         except (ValidationError, ValueError, KeyError, TypeError) as error:
-            raise Broken(f"a version that was received elsewhere cannot be read: {str(error)[:200]}") from None
+            raise Broken(
+                f"a version that was received elsewhere cannot be read: {str(error)[:200]}"
+            ) from None
         places = [store.blocks[number].place for number in sorted(store.blocks)]
         fits = len(sizes) == len(places) and all(
             size in (0, place.bytes) for size, place in zip(sizes, places, strict=True)
         )
         if not fits or record.version != store.has + 1 or len(data) != first + sum(sizes):
-            raise Broken(f"version {record.version} that was received elsewhere does not follow version {store.has}")
+            raise Broken(
+                f"version {record.version} that was received elsewhere does not follow version {store.has}"
+            )
         ends = [first]
         for size in sizes:
             ends.append(ends[-1] + size)

@@ -1,6 +1,8 @@
-"""A native group of the trainers with lanes of one generation, and how they meet: each says in etcd where it listens and what it has.
+"""A native group of the trainers with lanes of one generation, and how they meet: each says in etcd where it
+listens and what it has.
 
-statement ─► all statements ─► made alike? ─► whoever lacks the newest version gets it ─► torch's group ─► operations ─► cut, drop
+statement ─► all statements ─► made alike? ─► whoever lacks the newest version gets it ─► torch's group
+    ─► operations ─► cut, drop
 
 `attempt`: how often the generation's group was built before; nothing of an earlier one can reach a later one.
 """
@@ -41,8 +43,9 @@ log = telemetry.logger("native")
 
 
 class NativeStatement(Record):
-    """What a trainer says before its group is built. `version`: the one that it has. `received`: the generation in which the next one was made, which
-    it has received whole (-1: none). `listener`: where its group listens. `network`: see own_network. `manifest`: what all must have alike."""
+    """What a trainer says before its group is built. `version`: the one that it has. `received`: the
+    generation in which the next one was made, which it has received whole (-1: none). `listener`: where its
+    group listens. `network`: see own_network. `manifest`: what all must have alike."""
 
     trainer: str
     version: int
@@ -76,7 +79,8 @@ class Meeting:
         return f"{self.base}{self.attempt}/"
 
     async def statements(self, mine: NativeStatement) -> list[NativeStatement]:
-        """Of all, by rank, as soon as all are there. Raises Broken: also if some are not there within MEETING_S; then all state anew what they have."""
+        """Of all, by rank, as soon as all are there. Raises Broken: also if some are not there within
+        MEETING_S; then all state anew what they have."""
         await self.put(f"statements/{self.rank}", mine.to_bytes())
         names = [f"statements/{rank}" for rank in range(self.size)]
         try:
@@ -109,7 +113,8 @@ class Meeting:
             pause_s = min(2 * pause_s, LAST_LOOK_S)
 
     async def check(self) -> dict[str, bytes]:
-        """What is there of all attempts of the generation; nothing if etcd does not answer. Raises Overtaken."""
+        """What is there of all attempts of the generation; nothing if etcd does not answer. Raises
+        Overtaken."""
         try:
             kvs = (await self.etcd.range(self.base, prefix=True, timeout_s=LIMIT_S)).kvs
         except PeerError:
@@ -165,8 +170,8 @@ class _Shelf:
 
 
 class Link:
-    """`group` None: this trainer is alone. All of torch's operations run in one thread, in order. `limit`: of each, in seconds. `cut` it from the
-    event loop, at once; `close` it when its user is done."""
+    """`group` None: this trainer is alone. All of torch's operations run in one thread, in order. `limit`: of
+    each, in seconds. `cut` it from the event loop, at once; `close` it when its user is done."""
 
     def __init__(self, host: str, backend: str, threads: int, limit: OperationLimit) -> None:
         self.group: Group | None = None
@@ -191,17 +196,19 @@ class Link:
         return self._over.is_set()
 
     async def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Raises what `work` raises. Cancelled: it returns at once, and `work` ends when the group is cut, see `idle`."""
+        """Raises what `work` raises. Cancelled: it returns at once, and `work` ends when the group is cut,
+        see `idle`."""
         self._running = asyncio.wrap_future(self._thread.submit(_frameless, work, *arguments))
         self._running.add_done_callback(self._ended)
         result: T = await asyncio.shield(self._running)
         return result
 
     async def idle(self) -> None:
-        """Until nothing runs in the thread, which reads and writes memory of others. If cancelled, it raises that when nothing runs any more.
+        """Until nothing runs in the thread, which reads and writes memory of others. If cancelled, it raises
+        that when nothing runs any more.
 
-        A group that is being built touches no memory yet. Once it is cut it is not waited for: nothing ends that but its time limit, if a peer has gone
-        on to the next generation without connecting."""
+        A group that is being built touches no memory yet. Once it is cut it is not waited for: nothing ends
+        that but its time limit, if a peer has gone on to the next generation without connecting."""
         cancelled: asyncio.CancelledError | None = None
         while self._running is not None and not self._running.done():
             if self._builds and self._over.is_set():
@@ -262,8 +269,8 @@ class Link:
 
 
 def _frameless(work: Callable[..., T], *arguments: Any) -> T:
-    """A group has descriptors and threads, and the frames in which it broke refer to it. An error that went through several tasks is freed as late as
-    Python looks for circles, so it must not have them."""
+    """A group has descriptors and threads, and the frames in which it broke refer to it. An error that went
+    through several tasks is freed as late as Python looks for circles, so it must not have them."""
     try:
         return work(*arguments)
     except Broken as error:
@@ -271,13 +278,17 @@ def _frameless(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def check_alike(statements: list[NativeStatement]) -> None:
-    """Raises InvalidArgument, with the same text in all trainers; the group is not built then: Gloo would end the process, or say nothing."""
+    """Raises InvalidArgument, with the same text in all trainers; the group is not built then: Gloo would end
+    the process, or say nothing."""
     first = statements[0]
     for other in statements[1:]:
         for name in sorted(first.manifest.keys() | other.manifest.keys()):
             mine, theirs = first.manifest.get(name, "none"), other.manifest.get(name, "none")
             if mine != theirs:
-                msg = f"trainers exchange gradients differently: {name} is {mine} in {first.trainer} and {theirs} in {other.trainer}"
+                msg = (
+                    f"trainers exchange gradients differently: {name} is {mine} in {first.trainer} and "
+                    f"{theirs} in {other.trainer}"
+                )
                 raise InvalidArgument(msg, hint="run the same version and the same script everywhere")
 
 
@@ -285,19 +296,22 @@ def backend_of(wanted: str) -> str:
     """gloo or nccl. Raises InvalidArgument: nccl without a GPU."""
     if wanted == NCCL and not nccl_is_there():
         raise InvalidArgument(
-            "backend is nccl, but this process has no GPU, or its torch has no NCCL", hint="use backend gloo, or auto"
+            "backend is nccl, but this process has no GPU, or its torch has no NCCL",
+            hint="use backend gloo, or auto",
         )
     return wanted if wanted != "auto" else NCCL if nccl_is_there() else GLOO
 
 
 class OperationLimit:
-    """How long an operation of a native group may take: what steps of one trainer took, many times over, and never less than a floor.
+    """How long an operation of a native group may take: what steps of one trainer took, many times over, and
+    never less than a floor.
 
-    no step was measured ─► MOST_S          steps are measured ─► TIMES x the longest of the last, between FLOOR_S and MOST_S
+    no step was measured ─► MOST_S          steps are measured
+        ─► TIMES x the longest of the last, between FLOOR_S and MOST_S
     an operation ran out of time ─► twice as long, until a step is finished
 
-    Members compute beside the operations of others, so too short a limit would break groups of members that are only slow; a
-    broken group costs milliseconds.
+    Members compute beside the operations of others, so too short a limit would break groups of members that
+    are only slow; a broken group costs milliseconds.
     """
 
     def __init__(self) -> None:

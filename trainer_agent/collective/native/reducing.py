@@ -1,12 +1,17 @@
-"""What trainers give to one step of a native exchange, and its mean gradients: nodes of the tree, reduced in buckets of blocks that travel in one operation.
+"""What trainers give to one step of a native exchange, and its mean gradients: nodes of the tree, reduced in
+buckets of blocks that travel in one operation.
 
-    pushes of this trainer ─► Given: nodes, each with its blocks as backward finishes them ─► told to all ─► chosen: the largest nodes, each once
-    canonical  all to all: each trainer gets its part of all nodes ─► the canonical tree ─► all gather: the same bits whoever trains
-    fast       each trainer adds up its nodes, weighted ─► all reduce: all trainers have the same bits, which depend on who they are
+    pushes of this trainer ─► Given: nodes, each with its blocks as backward finishes them ─► told to all
+        ─► chosen: the largest nodes, each once
+    canonical  all to all: each trainer gets its part of all nodes ─► the canonical tree
+        ─► all gather: the same bits whoever trains
+    fast       each trainer adds up its nodes, weighted
+        ─► all reduce: all trainers have the same bits, which depend on who they are
 
-The memory of a block stays the compute's: it is read until the step is over. The functions that reduce block: they run in the group's own
-thread. Memory of results is the caller's; nodes are only read. `group` None: this trainer is alone. What lies between is in memory that is
-used again: new memory costs more than the arithmetic (a fault for each page).
+The memory of a block stays the compute's: it is read until the step is over. The functions that reduce block:
+they run in the group's own thread. Memory of results is the caller's; nodes are only read. `group` None: this
+trainer is alone. What lies between is in memory that is used again: new memory costs more than the arithmetic
+(a fault for each page).
 """
 
 from __future__ import annotations
@@ -158,9 +163,11 @@ def read_told(data: Sequence[bytes], step: int) -> list[Told]:
 
 
 def chosen(told: Sequence[Told], lanes: int) -> list[ChosenNode]:
-    """Nodes that have each lane once, in the order of lanes: the largest first, of the lowest rank. Two nodes of the tree are apart, or one is within
-    the other. Raises Broken: lanes are missing."""
-    offers = [(node, rank, each.headers[node.header]) for rank, each in enumerate(told) for node in each.nodes]
+    """Nodes that have each lane once, in the order of lanes: the largest first, of the lowest rank. Two nodes
+    of the tree are apart, or one is within the other. Raises Broken: lanes are missing."""
+    offers = [
+        (node, rank, each.headers[node.header]) for rank, each in enumerate(told) for node in each.nodes
+    ]
     offers.sort(key=lambda offer: (offer[0].lanes[0] - offer[0].lanes[1], offer[0].lanes, offer[1]))
     taken: set[int] = set()
     found = []
@@ -194,12 +201,15 @@ class Bucket:
         return DTYPES[self.narrow or self.dtype]
 
     def described(self) -> str:
-        return f"{self.blocks[0].number} to {self.blocks[-1].number}, {self.elements} x {self.narrow or self.dtype}"
+        return (
+            f"{self.blocks[0].number} to {self.blocks[-1].number}, {self.elements} x "
+            f"{self.narrow or self.dtype}"
+        )
 
 
 def buckets_of(layout: Layout, payloads: Sequence[Narrow | None], bucket_bytes: int) -> list[Bucket]:
-    """Of all parameters. The last layers first. `payloads[block]`: the narrower dtype in which it travels, if any. A block that is larger than a bucket
-    has one to itself."""
+    """Of all parameters. The last layers first. `payloads[block]`: the narrower dtype in which it travels, if
+    any. A block that is larger than a bucket has one to itself."""
     found: list[Bucket] = []
     waiting: dict[tuple[str, Narrow | None], list[Block]] = {}
     sizes: dict[tuple[str, Narrow | None], int] = {}
@@ -225,7 +235,8 @@ def _nothing() -> None:
 
 
 class Scratch:
-    """Memory that operations of one group use again, by use. Of one thread at a time; what it gives is valid until the same use is asked for again."""
+    """Memory that operations of one group use again, by use. Of one thread at a time; what it gives is valid
+    until the same use is asked for again."""
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
@@ -251,7 +262,8 @@ def canonical(
     scratch: Scratch,
     limit_s: float,
 ) -> None:
-    """Write the mean of each block into `outs`. `limit_s`: of each operation. Raises Broken, OverflowError."""
+    """Write the mean of each block into `outs`. `limit_s`: of each operation. Raises Broken,
+    OverflowError."""
     size, travels = (1, bucket.travels) if group is None else (group.size, bucket.travels)
     part = -(-bucket.elements // size)
     rank = 0 if group is None else group.rank
@@ -328,9 +340,13 @@ def fast(
 
 
 def mean_over(
-    nodes: Mapping[Interval, Value], root: Interval, mean: Callable[..., Any], narrow: torch.dtype | None = None
+    nodes: Mapping[Interval, Value],
+    root: Interval,
+    mean: Callable[..., Any],
+    narrow: torch.dtype | None = None,
 ) -> Value:
-    """Over the canonical tree, as Accumulator: the same order, the same rounding. In place: nodes are overwritten. `narrow`: what every node is rounded to."""
+    """Over the canonical tree, as Accumulator: the same order, the same rounding. In place: nodes are
+    overwritten. `narrow`: what every node is rounded to."""
     if root in nodes:
         return nodes[root]
     middle = (root[0] + root[1]) // 2

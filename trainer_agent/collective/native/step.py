@@ -1,6 +1,7 @@
 """One step of a native exchange: of what all trainers with lanes give, the next version.
 
-all say which nodes they give ─► buckets, as backward finishes them ─► buffers ─► the version ─► (fast) all have it, with the same bits
+all say which nodes they give ─► buckets, as backward finishes them ─► buffers ─► the version
+    ─► (fast) all have it, with the same bits
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from trireme_shared.protocol.records.step import StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """`arrived`: all blocks; the references are its owner's. `digests`: of each bucket, with the fast reduction."""
+    """`arrived`: all blocks; the references are its owner's. `digests`: of each bucket, with the fast
+    reduction."""
 
     version: int
     arrived: dict[int, Buffer | None]
@@ -72,12 +74,16 @@ class StepMaker:
         return Made(arriving.version, arriving.complete(), record, digests)
 
     async def all_have(self, link: Link, made: Made) -> None:
-        """Returns once all have said that they have received it. Raises Broken; TriremeError: the trainers have different bits."""
+        """Returns once all have said that they have received it. Raises Broken; TriremeError: the trainers
+        have different bits."""
         assert link.group is not None
         said = await link.call(link.group.exchange, [made.version, *made.digests], link.limit.seconds)
         if any(each != said[0] for each in said):
             rank = next(rank for rank, each in enumerate(said) if each != said[0])
-            msg = f"the group gave trainer {rank} another mean gradient of step {made.version - 1} than trainer 0"
+            msg = (
+                f"the group gave trainer {rank} another mean gradient of step {made.version - 1} than "
+                "trainer 0"
+            )
             raise TriremeError(
                 msg, hint="use reduction canonical, or exchange direct; is the memory of a host damaged?"
             )
@@ -90,17 +96,23 @@ class StepMaker:
         return chosen(read_told(told, given.step), self._spec.lanes)
 
     def _note(self, store: MeanStore, server: ShareServer, nodes: Sequence[ChosenNode]) -> None:
-        """What belongs to the step beside its gradients. Raises Broken: a trainer gives data of other records than this one knows of."""
+        """What belongs to the step beside its gradients. Raises Broken: a trainer gives data of other records
+        than this one knows of."""
         for node in nodes:
             push = store.admit(node.header)
             if store.judge(push, node.lanes) is not None:
-                cause = f"{node.header.trainer} gives lanes {node.lanes} of step {node.header.step} of other records"
+                cause = (
+                    f"{node.header.trainer} gives lanes {node.lanes} of step {node.header.step} of "
+                    "other records"
+                )
                 server.tear(cause)
                 raise Broken(cause)
             store.history.note(node.header, push.positions, node.lanes, node.result)
             store.history.results.forget(node.header.stored)
 
-    async def _parameters(self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving) -> list[int]:
+    async def _parameters(
+        self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving
+    ) -> list[int]:
         """Answers a digest of each bucket, if the reduction is the fast one."""
         if not any(node.count for node in nodes):
             for bucket in self.buckets:
@@ -122,7 +134,9 @@ class StepMaker:
                 raise InvalidArgument(f"the mean gradient of step {given.step}: {error}", hint=hint) from None
         return [] if self._canonical else [each for each in digests if each is not None]
 
-    async def _buffer_values(self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving) -> None:
+    async def _buffer_values(
+        self, link: Link, given: Given, nodes: Sequence[ChosenNode], arriving: Arriving
+    ) -> None:
         """Of blocks that are no parameters: all get those of all, and make the same mean of them."""
         if not self._buffers:
             return
@@ -142,7 +156,9 @@ class StepMaker:
                 for position, number in enumerate(numbers):
                     found[number][lanes] = read[place * len(numbers) + position]
         for block in self._buffers:
-            arriving.take_buffer(block.number, lambda now, at=block: mean_of_buffer(at, now, nodes, found[at.number]))  # type: ignore[misc]
+            arriving.take_buffer(
+                block.number, lambda now, at=block: mean_of_buffer(at, now, nodes, found[at.number])
+            )  # type: ignore[misc]
 
 
 def taken_apart(data: bytes, count: int) -> list[bytes]:

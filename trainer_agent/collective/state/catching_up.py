@@ -1,11 +1,14 @@
-"""A trainer without state gets that of others block by block, while they train on, and keeps up with their versions meanwhile.
+"""A trainer without state gets that of others block by block, while they train on, and keeps up with their
+versions meanwhile.
 
     donors, each some blocks, each at some version ─► arrived ─┐
-    mean gradients of each version, as members pull them ──────┴─► each piece stepped to the version that is followed
+    mean gradients of each version, as members pull them ──────┴─► each piece stepped to the version that is
+        followed
     all blocks are there, at that version ─► the replica has it
 
-A piece is a block, or a parameter for rules that need whole ones (pieces.py). One that comes too late for the gradients that are kept
-is fetched again; if that happens too often, the donors are asked to hurry. Nothing is in use before all of it is there.
+A piece is a block, or a parameter for rules that need whole ones (pieces.py). One that comes too late for the
+gradients that are kept is fetched again; if that happens too often, the donors are asked to hurry. Nothing is
+in use before all of it is there.
 """
 
 from __future__ import annotations
@@ -62,8 +65,8 @@ class Donor(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """How a version follows from the one before: the mean gradient of each block (None: none), or a buffer's values (None: as they were). `rows`: of the
-    embedding tables. `release` gives the memory back."""
+    """How a version follows from the one before: the mean gradient of each block (None: none), or a buffer's
+    values (None: as they were). `rows`: of the embedding tables. `release` gives the memory back."""
 
     record: StepRecord
     gradients: Gradients
@@ -79,7 +82,8 @@ class Follow(Protocol):
     """The mean gradients of all versions behind one, in order."""
 
     def begin(self, record: StepRecord, timeline: int) -> None:
-        """From the version behind `record` on; `record` has the results of steps before it that may not be stored yet."""
+        """From the version behind `record` on; `record` has the results of steps before it that may not be
+        stored yet."""
         ...
 
     async def wait(self, version: int) -> None:
@@ -96,8 +100,9 @@ class Follow(Protocol):
 
 
 class CatchingUp:
-    """One attempt, for one timeline. `copying_s`: until every piece was there, at any version. `envelope()`: job, term and generation of requests.
-    `factor`: see Replica.factor. `step_in`: where blocks are stepped: a thread."""
+    """One attempt, for one timeline. `copying_s`: until every piece was there, at any version. `envelope()`:
+    job, term and generation of requests. `factor`: see Replica.factor. `step_in`: where blocks are stepped: a
+    thread."""
 
     def __init__(
         self,
@@ -132,7 +137,10 @@ class CatchingUp:
 
     def __repr__(self) -> str:
         version = self._record.version if self._record is not None else "none"
-        return f"<CatchingUp: {len(self._pieces)} of {len(self._wanted)} pieces, version {version}, {self.late} came too late>"
+        return (
+            f"<CatchingUp: {len(self._pieces)} of {len(self._wanted)} pieces, version {version}, "
+            f"{self.late} came too late>"
+        )
 
     @property
     def version(self) -> int:
@@ -141,8 +149,8 @@ class CatchingUp:
         return self._record.version
 
     async def run(self) -> None:
-        """Until all blocks are there at one version; then `hand_over`. Raises NotReady: no donor is left; Gone: the versions pass faster than they can be
-        followed here. Begin anew then."""
+        """Until all blocks are there at one version; then `hand_over`. Raises NotReady: no donor is left;
+        Gone: the versions pass faster than they can be followed here. Begin anew then."""
         try:
             await self._first()
             async with SingleErrorGroup() as group:
@@ -180,7 +188,8 @@ class CatchingUp:
     # ------------------------------------------------------------ blocks
 
     async def _first(self) -> None:
-        """From which version on the others are followed: the newest one, without any block, so that it is known at once. Raises NotReady."""
+        """From which version on the others are followed: the newest one, without any block, so that it is
+        known at once. Raises NotReady."""
         problem: object = "nobody has the parameters"
         for donor in self._donors:
             try:
@@ -201,7 +210,8 @@ class CatchingUp:
             for donor in self._donors:
                 group.create_task(self._fetch(donor))
         raise NotReady(
-            f"all of {len(self._donors)} donors are gone, {len(self._wanted) - len(self._pieces)} pieces are missing"
+            f"all of {len(self._donors)} donors are gone, {len(self._wanted) - len(self._pieces)} "
+            "pieces are missing"
         )
 
     async def _fetch(self, donor: Donor) -> None:
@@ -265,15 +275,19 @@ class CatchingUp:
         for part, payload in portion.parts:
             if part.block not in blocks or part.dtype not in DTYPES:
                 raise BadFrame(
-                    f"{part.name or 'values'} of block {part.block} in {part.dtype}: blocks {blocks[:4]} … were asked for"
+                    f"{part.name or 'values'} of block {part.block} in {part.dtype}: blocks "
+                    f"{blocks[:4]} … were asked for"
                 )
             place = self._places[part.block]
             expected = (
-                place.bytes if not part.name else DTYPES[part.dtype].itemsize * (1 if part.scalar else place.elements)
+                place.bytes
+                if not part.name
+                else DTYPES[part.dtype].itemsize * (1 if part.scalar else place.elements)
             )
             if payload.nbytes != expected or (not part.name and (part.dtype != place.dtype or part.scalar)):
                 raise BadFrame(
-                    f"{part.name or 'values'} of block {part.block}: {payload.nbytes} bytes of {part.dtype}, {expected} were expected"
+                    f"{part.name or 'values'} of block {part.block}: {payload.nbytes} bytes of "
+                    f"{part.dtype}, {expected} were expected"
                 )
             if xxh3_128(payload).hexdigest() != part.digest:
                 raise BadFrame(f"{part.name or 'values'} of block {part.block} was damaged on its way")
@@ -282,14 +296,16 @@ class CatchingUp:
             raise BadFrame(f"blocks {portion.head.given[:4]} … were announced, {sorted(found)[:4]} … came")
 
     def _compare(self, record: StepRecord) -> None:
-        """All that is collected has to be of one history. Raises Gone: a donor has a version that is made of other records."""
+        """All that is collected has to be of one history. Raises Gone: a donor has a version that is made of
+        other records."""
         made_of = digest_of(record)
         if self._made_of.setdefault(record.version, made_of) != made_of:
             msg = f"two trainers have a version {record.version}, made of different records"
             raise Gone(msg)
 
     def _take(self, portion: Portion, came: Sequence[int]) -> None:
-        """`came`: pieces that are whole. Those that are not too old are kept up with from now on. Raises Gone."""
+        """`came`: pieces that are whole. Those that are not too old are kept up with from now on. Raises
+        Gone."""
         version = portion.head.record.version
         if came:
             self._compare(portion.head.record)

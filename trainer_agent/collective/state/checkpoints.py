@@ -1,16 +1,21 @@
-"""Checkpoints of a collective job at one trainer: its share is saved, and all of one is loaded when the job goes back to it.
+"""Checkpoints of a collective job at one trainer: its share is saved, and all of one is loaded when the job
+goes back to it.
 
 ShareCopies     the blocks that it owns in the present generation, with their optimizers' state
-    version due, in generation g ─► own share copied ─► part <place> of the checkpoint (version, g), written beside training
-    generation over: parts go on being written; if a trainer died before its part was there, the checkpoint is lost
+    version due, in generation g ─► own share copied
+        ─► part <place> of the checkpoint (version, g), written beside training
+    generation over: parts go on being written; if a trainer died before its part was there, the checkpoint is
+        lost
                      ─► the owner of lane 0 has one made of a version soon after (`again`)
     reached late: own shares of the generations since this trainer had the version's mean gradients are copied
 Restorer        ROLLING_BACK seen ─► forget ─► load ─► `holds` in trainers/<id>
                                         |─► cannot: `holds.error` says why; the master chooses another one
-                                        `─► the storage is not reached: again, until the others go on without this trainer
+                                        `─► the storage is not reached: again, until the others go on without
+                                            this trainer
 
-All owners decide by the version's record, and share the blocks by the generation's list: so parts of one (version, g) make a whole. It is one
-cut in any case: a version has the same bits in every generation of a timeline.
+All owners decide by the version's record, and share the blocks by the generation's list: so parts of one
+(version, g) make a whole. It is one cut in any case: a version has the same bits in every generation of a
+timeline.
 """
 
 from __future__ import annotations
@@ -36,7 +41,16 @@ from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import Directory, OwnKey
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.errors import CheckpointUnusable, PeerError
-from trireme_shared.protocol.records import Holding, JobSpec, JobState, Mode, Phase, SlotMap, TrainerList, TrainerMember
+from trireme_shared.protocol.records import (
+    Holding,
+    JobSpec,
+    JobState,
+    Mode,
+    Phase,
+    SlotMap,
+    TrainerList,
+    TrainerMember,
+)
 from trireme_shared.protocol.records.assignments import blocks_in, slot_of
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 from trireme_shared.protocol.records.layout import ROWS, Block, Layout
@@ -70,8 +84,9 @@ class CheckpointContext:
 
 
 class ShareCopies(Copies):
-    """With the `checkpointer` that writes them. `saved(record)`: with the results of steps before it that may not be stored yet. `at_version` is awaited
-    whenever the version in use or the generation is another one, before the version in use changes again."""
+    """With the `checkpointer` that writes them. `saved(record)`: with the results of steps before it that may
+    not be stored yet. `at_version` is awaited whenever the version in use or the generation is another one,
+    before the version in use changes again."""
 
     def __init__(
         self,
@@ -100,9 +115,11 @@ class ShareCopies(Copies):
     # ------------------------------------------------------------ copies
 
     async def at_version(self, trainers: TrainerList, since: int | None = None) -> None:
-        """The replica has just reached its version, or these are the trainers of a new generation. Copies the own share if a checkpoint is due. `since`:
-        the generation in which this trainer had all mean gradients of the version. If it is late, others compute its lanes: they may have copied the version
-        in that generation, or in one after it, and have a later version now. So it copies its share of each of them."""
+        """The replica has just reached its version, or these are the trainers of a new generation. Copies the
+        own share if a checkpoint is due. `since`: the generation in which this trainer had all mean gradients
+        of the version. If it is late, others compute its lanes: they may have copied the version in that
+        generation, or in one after it, and have a later version now. So it copies its share of each of
+        them."""
         self.remember(trainers)
         record, timeline, now = self._replica.record, self._replica.timeline, trainers.generation
         rank = self._schedule.rank(record) if record is not None else None
@@ -176,8 +193,9 @@ class ShareCopies(Copies):
                 await asyncio.sleep(0)
 
     def _has_room(self, rank: int, version: int) -> bool:
-        """Whether a copy of that rank is made although one waits to be written: as parameter servers decide (shared/trireme_shared/serving/core/store.py). If two wait,
-        it takes the place of one of the same version, which an earlier generation shared in another way."""
+        """Whether a copy of that rank is made although one waits to be written: as parameter servers decide
+        (shared/trireme_shared/serving/core/store.py). If two wait, it takes the place of one of the same
+        version, which an earlier generation shared in another way."""
         if not self._waiting:
             return True
         same = [at for at, (_, waiting) in enumerate(self._waiting) if waiting.version == version]
@@ -212,7 +230,12 @@ class ShareCopies(Copies):
         rows, snapshot = self._replica.rows, copied.snapshot
         if not snapshot.tables:
             return True
-        if rows is None or copied.slots is None or not self._replica.at_rest or rows.version != snapshot.version:
+        if (
+            rows is None
+            or copied.slots is None
+            or not self._replica.at_rest
+            or rows.version != snapshot.version
+        ):
             return False
         snapshot.renew_tables(rows.copies(owned_slots(copied.slots.owners, copied.index)))
         return True
@@ -238,26 +261,31 @@ class ShareCopies(Copies):
     # ------------------------------------------------------------ a checkpoint that was lost
 
     def again(self, trainers: TrainerList) -> CheckpointRequest | None:
-        """What the owner of lane 0 asks for beside what people do: a checkpoint in place of one that was begun in an earlier generation, and
-        never gets whole. None: there is no such one."""
+        """What the owner of lane 0 asks for beside what people do: a checkpoint in place of one that was
+        begun in an earlier generation, and never gets whole. None: there is no such one."""
         lost = self.checkpointer.committer.lost_step(
             self._replica.timeline, lambda uuid, step: self._goes_on(trainers, uuid, step)
         )
         return None if lost is None else CheckpointRequest(operation="", attempt=lost)
 
     def _goes_on(self, trainers: TrainerList, uuid: str, step: int) -> bool:
-        """Whether a checkpoint that this process has no part of may still get whole: it is of the present generation."""
-        return uuid == stored.checkpoint_uuid(self._spec.job, self._replica.timeline, trainers.generation, step)
+        """Whether a checkpoint that this process has no part of may still get whole: it is of the present
+        generation."""
+        return uuid == stored.checkpoint_uuid(
+            self._spec.job, self._replica.timeline, trainers.generation, step
+        )
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the version in use is to be evaluated: then its checkpoint cannot be replaced by a later one."""
+        """Whether the version in use is to be evaluated: then its checkpoint cannot be replaced by a later
+        one."""
         record = self._replica.record
         return record is not None and self._schedule.rank(record) == EVALUATED_RANK
 
     @property
     def ends_unsaved(self) -> bool:
-        """Whether the version in use is the last one and is not saved: then each generation copies it anew."""
+        """Whether the version in use is the last one and is not saved: then each generation copies it
+        anew."""
         record = self._replica.record
         return record is not None and is_final(record, self._spec.epochs) and not self._is_saved(record)
 
@@ -293,9 +321,9 @@ class _Superseded(CheckpointUnusable):
 
 
 class Restorer:
-    """Answers each roll-back once: it was loaded, or why it could not be. `idle`: held by whoever uses the parameters; `swapping`: while a minibatch is
-    evaluated. `drop` is called before the replica
-    forgets its version, `began` when it has another one."""
+    """Answers each roll-back once: it was loaded, or why it could not be. `idle`: held by whoever uses the
+    parameters; `swapping`: while a minibatch is evaluated. `drop` is called before the replica forgets its
+    version, `began` when it has another one."""
 
     def __init__(
         self,
@@ -307,7 +335,12 @@ class Restorer:
     ) -> None:
         self._spec, self._etcd, self._directory = context.spec, context.etcd, context.directory
         self._own_key, self._offload = context.own_key, context.offload
-        self._compute, self._replica, self._idle, self._swapping = context.compute, context.replica, idle, swapping
+        self._compute, self._replica, self._idle, self._swapping = (
+            context.compute,
+            context.replica,
+            idle,
+            swapping,
+        )
         self._drop, self._began = drop, began
 
     def __repr__(self) -> str:
@@ -338,7 +371,9 @@ class Restorer:
                     ref = await self._kept(state.checkpoint)
                     await self._load(ref, state)
                 except CheckpointUnusable as error:
-                    unusable = holds.with_fields(error=error.message, superseded=isinstance(error, _Superseded))
+                    unusable = holds.with_fields(
+                        error=error.message, superseded=isinstance(error, _Superseded)
+                    )
                     self._own_key.set(holds=unusable, waits="")
                     return
                 except PeerError as error:
@@ -366,7 +401,13 @@ class Restorer:
             try:
                 async with self._swapping:
                     await self._offload(
-                        load_replica, *place, ref, self._spec.lanes, self._compute, self._replica, state.timeline
+                        load_replica,
+                        *place,
+                        ref,
+                        self._spec.lanes,
+                        self._compute,
+                        self._replica,
+                        state.timeline,
                     )
             except (CheckpointUnusable, PeerError):
                 raise
@@ -374,10 +415,15 @@ class Restorer:
                 msg = f"the storage is not reached: {away}"
                 if not self._own_key.record.waits:  # written once, for people to read
                     who = self._own_key.record.trainer
-                    self._own_key.set(waits=f"{who} waits to load checkpoint {ref.uuid} (step {ref.step}): {msg}")
+                    self._own_key.set(
+                        waits=f"{who} waits to load checkpoint {ref.uuid} (step {ref.step}): {msg}"
+                    )
                 raise PeerError(msg) from away
             except Exception as error:
-                cause = f"checkpoint {ref.uuid} (step {ref.step}) could not be read, {attempt + 1} times: {error!r}"
+                cause = (
+                    f"checkpoint {ref.uuid} (step {ref.step}) could not be read, {attempt + 1} times: "
+                    f"{error!r}"
+                )
                 log.exception("checkpoint_unread", cause=cause)
                 await asyncio.sleep(ids.jitter(RESTORE_PAUSE_S * 2**attempt))
             else:
@@ -395,7 +441,8 @@ class Restorer:
         return refs[uuid]
 
     def _others_went_on(self, state: JobState) -> bool:
-        """From the checkpoint, without this trainer: it gets everything from them (following.py), and must not hold the parameters until the storage is there."""
+        """From the checkpoint, without this trainer: it gets everything from them (following.py), and must
+        not hold the parameters until the storage is there."""
         now = self._directory.state
         return now is not None and now.phase is not Phase.ROLLING_BACK and self._is_current(state)
 
@@ -405,10 +452,16 @@ class Restorer:
 
 
 def load_replica(
-    storage_url: str, job: str, ref: CheckpointRef, lanes: int, compute: Compute, replica: Replica, timeline: int
+    storage_url: str,
+    job: str,
+    ref: CheckpointRef,
+    lanes: int,
+    compute: Compute,
+    replica: Replica,
+    timeline: int,
 ) -> Manifest:
-    """Parameters, the optimizer's state and the record of the version; the replica is at that version of `timeline` then. Each part is read whole
-    and checked. `lanes`: of the job.
+    """Parameters, the optimizer's state and the record of the version; the replica is at that version of
+    `timeline` then. Each part is read whole and checked. `lanes`: of the job.
 
     Raises CheckpointUnusable, OSError: the replica has no version then.
     """
@@ -418,7 +471,10 @@ def load_replica(
     if manifest.mode is not Mode.SYNC or manifest.layout.tables != layout.tables or manifest.lanes != lanes:
         what = f"mode {manifest.mode}, {manifest.lanes} lanes, {_named(manifest.layout)}"
         wanted = f"mode {Mode.SYNC}, {lanes} lanes, {_named(layout)}"
-        msg = f"checkpoint {ref.uuid} (step {ref.step}) is of a job with {what}; a collective job that loads it has {wanted}"
+        msg = (
+            f"checkpoint {ref.uuid} (step {ref.step}) is of a job with {what}; a collective job that "
+            f"loads it has {wanted}"
+        )
         raise CheckpointUnusable(msg)
     replica.forget()
     parts = {part.pserver: part for part in manifest.parts}

@@ -1,6 +1,8 @@
-"""What a trainer of a collective job does for its state beside the loops: it gets it, keeps up with it as a spare, and saves the last version.
+"""What a trainer of a collective job does for its state beside the loops: it gets it, keeps up with it as a
+spare, and saves the last version.
 
-no version of the job's timeline, others have one ─► catching_up ─► `holds` ─► a spare: each version that the others make ─► lanes: the loop goes on
+no version of the job's timeline, others have one ─► catching_up ─► `holds`
+    ─► a spare: each version that the others make ─► lanes: the loop goes on
 ROLLING_BACK: Restorer in checkpoints.py
 """
 
@@ -54,7 +56,8 @@ class Following:
         return f"<Following of {self._me}: {self._replica!r}>"
 
     async def run(self) -> None:
-        """Until cancelled. Who has the first values itself must not fetch them meanwhile: they would be put into use when training has gone on."""
+        """Until cancelled. Who has the first values itself must not fetch them meanwhile: they would be put
+        into use when training has gone on."""
         await self._versions.begun.wait()
         while True:
             revision, state = self._directory.revision, self._directory.state
@@ -88,8 +91,9 @@ class Following:
     # ------------------------------------------------------------ a spare
 
     async def _keep_up(self, state: JobState) -> None:
-        """One more version, or until this trainer is no spare any more. The parameters are not held while it waits: others may wait for this trainer's lanes.
-        If it has got lanes, the group that it forms decides whether it can go on (exchange.py)."""
+        """One more version, or until this trainer is no spare any more. The parameters are not held while it
+        waits: others may wait for this trainer's lanes. If it has got lanes, the group that it forms decides
+        whether it can go on (exchange.py)."""
         version = self._replica.version
         assert version is not None
         try:
@@ -122,7 +126,8 @@ class Following:
     # ------------------------------------------------------------ a trainer without state
 
     async def _catch_up(self, state: JobState) -> None:
-        """One attempt. Not while the Restorer loads a checkpoint: that has the same versions, and begins them anew when it is there."""
+        """One attempt. Not while the Restorer loads a checkpoint: that has the same versions, and begins them
+        anew when it is there."""
         async with self._versions.in_use:
             if self._has_version(state) or not self._is_current(state):
                 return
@@ -138,7 +143,8 @@ class Following:
         place = self._replica.factor, self._step_in
         attempt = CatchingUp(
             self._compute,
-            sorted(donors, key=lambda donor: ids.named_uuid(self._me, donor.name)),  # not all ask the same one first
+            # not all ask the same one first
+            sorted(donors, key=lambda donor: ids.named_uuid(self._me, donor.name)),
             self._versions.means,
             self._versions.means.fleet.envelope,
             state.timeline,
@@ -164,7 +170,9 @@ class Following:
             attempt.hand_over(self._replica)
             self._versions.handed_over()
         seconds = {"copying_s": round(attempt.copying_s, 3), "seconds": round(clock.monotonic() - began, 3)}
-        log.info("caught_up", version=self._replica.version, late=attempt.late, damaged=attempt.damaged, **seconds)
+        log.info(
+            "caught_up", version=self._replica.version, late=attempt.late, damaged=attempt.damaged, **seconds
+        )
         self._own_key.set(
             holds=Holding(timeline=state.timeline, checkpoint=state.checkpoint, version=self._replica.version)
         )
@@ -177,7 +185,8 @@ class Following:
         return donor
 
     async def _givers(self, state: JobState) -> Sequence[TrainerMember]:
-        """Other trainers that have the parameters, those with lanes if there are some. None while etcd is away."""
+        """Other trainers that have the parameters, those with lanes if there are some. None while etcd is
+        away."""
         prefix = self._directory.keys.trainers
         try:
             found = (await self._etcd.range(prefix, prefix=True)).kvs
@@ -185,7 +194,9 @@ class Following:
             log.warning("etcd_away", cause=error.message)
             return ()
         members = [
-            read_record(TrainerMember, kv.key, kv.value) for kv in found if self._directory.keys.is_trainer(kv.key)
+            read_record(TrainerMember, kv.key, kv.value)
+            for kv in found
+            if self._directory.keys.is_trainer(kv.key)
         ]
         place = state.timeline, state.checkpoint
         there = [
@@ -213,8 +224,8 @@ class Following:
 
 
 class ListedDonor:
-    """A Donor that is given up once its trainer, which is in the job's list, is left out of it: one that is frozen answers nothing, and its connection
-    stays."""
+    """A Donor that is given up once its trainer, which is in the job's list, is left out of it: one that is
+    frozen answers nothing, and its connection stays."""
 
     def __init__(self, donor: Donor, trainer: str, directory: Directory) -> None:
         self._donor, self._trainer, self._directory = donor, trainer, directory
@@ -238,7 +249,9 @@ class ListedDonor:
         await self._donor.close()
 
 
-async def while_true(directory: Directory, holds: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
+async def while_true(
+    directory: Directory, holds: Callable[[], bool], work: Coroutine[Any, Any, T]
+) -> T | None:
     """What it returns; None: that holds no more."""
     doing = asyncio.ensure_future(work)
     try:

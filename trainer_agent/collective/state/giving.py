@@ -1,10 +1,13 @@
-"""A trainer gives blocks with their optimizers' state to others that join, while it trains, and how the others ask for them.
+"""A trainer gives blocks with their optimizers' state to others that join, while it trains, and how the
+others ask for them.
 
-    asked ─► nothing is being stepped ─► a portion is copied at the version in use, in one go ─► sent ─► a pause, so that it costs little of its time
+    asked ─► nothing is being stepped ─► a portion is copied at the version in use, in one go ─► sent
+        ─► a pause, so that it costs little of its time
     POST /v1/state      StateRequest map  ->  StateHead, each part as StatePart + payload, end
 
-One portion is copied in a few milliseconds (longer, if it is one large parameter of a rule that needs whole ones), and one at a time. What
-is copied and sent takes SHARE of the time, more only if who joins says that the versions pass too fast.
+One portion is copied in a few milliseconds (longer, if it is one large parameter of a rule that needs whole
+ones), and one at a time. What is copied and sent takes SHARE of the time, more only if who joins says that
+the versions pass too fast.
 """
 
 from __future__ import annotations
@@ -68,8 +71,9 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class StateGiver:
-    """Of one trainer; `job`: its name. `saved(record)`: with the results of steps before it that may not be stored yet: who joins may be the one that saves
-    or reports them. `step_in`: where blocks are stepped: a thread."""
+    """Of one trainer; `job`: its name. `saved(record)`: with the results of steps before it that may not be
+    stored yet: who joins may be the one that saves or reports them. `step_in`: where blocks are stepped: a
+    thread."""
 
     def __init__(
         self,
@@ -97,12 +101,15 @@ class StateGiver:
         return self._replica.rows
 
     async def give(self, request: StateRequest) -> Portion:
-        """Raises InvalidArgument; NotReady: ask again, or another; StaleGeneration: the job went back, or is in another timeline here."""
+        """Raises InvalidArgument; NotReady: ask again, or another; StaleGeneration: the job went back, or is
+        in another timeline here."""
         if request.job != self._job:
             raise InvalidArgument(f"this trainer is of job {self._job!r}, {request.job[:80]!r} was asked for")
         foreign = [number for number in request.blocks if not 0 <= number < len(self._blocks)]
         if foreign:
-            raise InvalidArgument(f"blocks {foreign[:4]} were asked for: the layout has 0 to {len(self._blocks) - 1}")
+            raise InvalidArgument(
+                f"blocks {foreign[:4]} were asked for: the layout has 0 to {len(self._blocks) - 1}"
+            )
         if request.rows:
             return await self._give_rows(request)
         if not request.blocks:
@@ -170,7 +177,8 @@ class StateGiver:
             raise StaleGeneration(msg)
 
     def _portion(self, request: StateRequest) -> Portion:
-        """The first of the blocks, in one go: nothing else of this process runs meanwhile, and nothing is being stepped."""
+        """The first of the blocks, in one go: nothing else of this process runs meanwhile, and nothing is
+        being stepped."""
         record = self._replica.record
         assert record is not None
         parts: list[tuple[StatePart, memoryview]] = []
@@ -184,7 +192,9 @@ class StateGiver:
             copies += _copied(self._replica.state(number).items())
             for name, dtype, scalar, payload in copies:
                 digest = xxh3_128(payload).hexdigest()
-                parts.append((StatePart(block=number, name=name, dtype=dtype, scalar=scalar, digest=digest), payload))
+                parts.append(
+                    (StatePart(block=number, name=name, dtype=dtype, scalar=scalar, digest=digest), payload)
+                )
                 size += payload.nbytes
             given.append(number)
         self.given_bytes += size
@@ -253,8 +263,8 @@ class HttpDonor:
             self._session = None
 
     async def state(self, request: StateRequest) -> Portion:
-        """Raises the error of the answer; DeadlineExceeded: nothing moved for `stall_s`; PeerError: the connection failed, or the answer breaks the
-        protocol."""
+        """Raises the error of the answer; DeadlineExceeded: nothing moved for `stall_s`; PeerError: the
+        connection failed, or the answer breaks the protocol."""
         self._session = self._session or http.session(
             self._token, uds=socket_of(self._member), tls=self._tls, meant=self._member.incarnation
         )
@@ -276,7 +286,9 @@ class HttpDonor:
         except (aiohttp.ClientError, OSError) as error:
             raise PeerError(f"{self!r} failed: {type(error).__name__}: {error}") from error
 
-    async def _read(self, response: aiohttp.ClientResponse, request: StateRequest, limit: asyncio.Timeout) -> Portion:
+    async def _read(
+        self, response: aiohttp.ClientResponse, request: StateRequest, limit: asyncio.Timeout
+    ) -> Portion:
         parts: list[tuple[StatePart, memoryview]] = []
 
         def place(header: codec.Fields, size: int) -> memoryview:

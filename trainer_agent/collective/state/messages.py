@@ -16,9 +16,10 @@ MOST_HURRY = 4
 
 
 class StateRequest(MessageHeader):
-    """Some of these blocks, the first ones first, all at the version in use, which is at least `at_least`; the first `together` of them in any case. None: only
-    which version that is. `hurry`: 0 as a rule; each one more doubles the share
-    of its time that the giver spends on it. `rows` not "": rows of embedding tables in place of blocks; names a series of portions, `portion` counts them."""
+    """Some of these blocks, the first ones first, all at the version in use, which is at least `at_least`;
+    the first `together` of them in any case. None: only which version that is. `hurry`: 0 as a rule; each one
+    more doubles the share of its time that the giver spends on it. `rows` not "": rows of embedding tables in
+    place of blocks; names a series of portions, `portion` counts them."""
 
     timeline: int
     blocks: tuple[int, ...] = Field(max_length=MAX_BLOCKS)
@@ -30,9 +31,10 @@ class StateRequest(MessageHeader):
 
 
 class StatePart(Record):
-    """One tensor. Of rows (block ROWS): `name` is the table's number and what they are, see rows.py. Else `name`: "" for the values of the block,
-    which come before the rest, else a tensor of its optimizer's state. `scalar`: it has no dimensions, else it is as long as the block.
-    `digest`: xxh3-128 of its bytes, in hexadecimal."""
+    """One tensor. Of rows (block ROWS): `name` is the table's number and what they are, see rows.py. Else
+    `name`: "" for the values of the block, which come before the rest, else a tensor of its optimizer's
+    state. `scalar`: it has no dimensions, else it is as long as the block. `digest`: xxh3-128 of its bytes,
+    in hexadecimal."""
 
     block: int
     name: str = ""
@@ -42,15 +44,16 @@ class StatePart(Record):
 
 
 class RowsHead(Record):
-    """Of a portion of rows. `updates`: of each table, see Table. `last`: all others came before it, and it has none."""
+    """Of a portion of rows. `updates`: of each table, see Table. `last`: all others came before it, and it
+    has none."""
 
     updates: tuple[int, ...]
     last: bool
 
 
 class StateHead(Record):
-    """First map of the answer; parts follow. `given`: the blocks that come, whole, all at the version of `record`. `pause_s`: how long the giver wants
-    to be left alone then."""
+    """First map of the answer; parts follow. `given`: the blocks that come, whole, all at the version of
+    `record`. `pause_s`: how long the giver wants to be left alone then."""
 
     record: StepRecord
     given: tuple[int, ...] = ()

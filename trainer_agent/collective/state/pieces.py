@@ -1,6 +1,8 @@
-"""What a trainer that joins steps by itself, as it comes from others: a block, or, for rules that need whole parameters, a parameter.
+"""What a trainer that joins steps by itself, as it comes from others: a block, or, for rules that need whole
+parameters, a parameter.
 
-blocks of a piece, all at one version ─made─► Piece ─step─► ... ─► all pieces at one version ─whole_blocks─► blocks
+blocks of a piece, all at one version ─made─► Piece ─step─► ...
+    ─► all pieces at one version ─whole_blocks─► blocks
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ class Piece(Protocol):
     version: int
 
     def step(self, gradients: Gradients, factor: float | None, options: Sequence[Options]) -> None:
-        """To the next version, with the bits of Replica.step. `factor` None: the gradients of parameters are not used. `options`: of each group;
-        []: as at first."""
+        """To the next version, with the bits of Replica.step. `factor` None: the gradients of parameters are
+        not used. `options`: of each group; []: as at first."""
         ...
 
     def write(self, into: WholeBlocks) -> None:
@@ -38,7 +40,8 @@ class Piece(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A piece that is to be made. `blocks`: of which it needs all, at one version. `made(version, values, states)`: it; both by block."""
+    """A piece that is to be made. `blocks`: of which it needs all, at one version. `made(version, values,
+    states)`: it; both by block."""
 
     blocks: tuple[int, ...]
     made: Callable[[int, Tensors, States], Piece]
@@ -80,7 +83,9 @@ def wanted_pieces(compute: Compute) -> list[Wanted]:
         else:
             found.append(_of_block(layout, block, chosen[block.segment], parts.of(block)))
     places = [place for place in compute.places if place.elements] if whole else []
-    found += [_of_parameter(layout, Gathered(place, trained), chosen[place.segment] or {}) for place in places]
+    found += [
+        _of_parameter(layout, Gathered(place, trained), chosen[place.segment] or {}) for place in places
+    ]
     return found
 
 

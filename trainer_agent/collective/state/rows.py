@@ -1,7 +1,10 @@
-"""Rows of embedding tables from a trainer that trains to one that joins: all at one version, and the steps that were made since then.
+"""Rows of embedding tables from a trainer that trains to one that joins: all at one version, and the steps
+that were made since then.
 
-    RowsGiver     asked with a new token ─► snapshots of all tables, steps go on ─► portion 0, 1, 2, ... each once ─► the last one: closed
-                                                `─ nobody asks for IDLE_S: closed; the joiner begins anew, with another token
+    RowsGiver     asked with a new token ─► snapshots of all tables, steps go on
+        ─► portion 0, 1, 2, ... each once ─► the last one: closed
+                                                `─ nobody asks for IDLE_S: closed; the joiner begins anew,
+                                                    with another token
     JoiningRows   portions ─► rows of version v, all of them ─┐
                   mean gradients of rows of each version, kept ┴─► stepped to the version that is followed
 
@@ -23,7 +26,14 @@ from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.rows import ReplicaRows, RowMeans, new_rows, step_rows
 from trainer_agent.collective.state.messages import Portion, RowsHead, StateHead, StatePart, StateRequest
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.protocol.errors import BadFrame, Gone, InvalidArgument, NotReady, PeerError, StaleGeneration
+from trireme_shared.protocol.errors import (
+    BadFrame,
+    Gone,
+    InvalidArgument,
+    NotReady,
+    PeerError,
+    StaleGeneration,
+)
 from trireme_shared.protocol.records.layout import ROWS, Layout
 from trireme_shared.protocol.records.step import LaneZero, StepRecord
 from trireme_shared.tables.memory import Numbers
@@ -74,7 +84,8 @@ class RowsGiver:
         return f"<RowsGiver to {len(self._open)} trainers>"
 
     async def give(self, request: StateRequest) -> Portion:
-        """The next portion; the first one while nothing is being stepped. Raises NotReady: begin anew, with another token or another trainer."""
+        """The next portion; the first one while nothing is being stepped. Raises NotReady: begin anew, with
+        another token or another trainer."""
         async with self._turn:
             if (pause_s := self._free_at - clock.monotonic()) > 0:
                 await asyncio.sleep(pause_s)
@@ -100,7 +111,8 @@ class RowsGiver:
                 self._end(request.rows)
             updates = tuple(table.updates for table in found.tables)
             return Portion(
-                StateHead(record=found.record, rows=RowsHead(updates=updates, last=parts is None)), parts or []
+                StateHead(record=found.record, rows=RowsHead(updates=updates, last=parts is None)),
+                parts or [],
             )
 
     def close(self) -> None:
@@ -154,7 +166,8 @@ class _Kept:
 
 
 class JoiningRows:
-    """`rows`: None until they are all there; then at a version that `step` brings to the newest that was noted. `compare(record)`: see CatchingUp."""
+    """`rows`: None until they are all there; then at a version that `step` brings to the newest that was
+    noted. `compare(record)`: see CatchingUp."""
 
     def __init__(self, layout: Layout, compare: Callable[[StepRecord], None]) -> None:
         self._layout, self._compare = layout, compare
@@ -174,7 +187,9 @@ class JoiningRows:
         self._kept.append(_Kept(record.version, means, record.lane_zero))
         self._bytes += means.bytes
         if self._bytes > KEPT_BYTES:
-            raise Gone(f"versions pass faster than rows come: {self._bytes} bytes of their gradients were kept")
+            raise Gone(
+                f"versions pass faster than rows come: {self._bytes} bytes of their gradients were kept"
+            )
         await self.step()
 
     async def step(self) -> None:
@@ -188,7 +203,8 @@ class JoiningRows:
                     await step_rows(self.rows, kept.means, kept.lane_zero)
 
     async def fetch(self, donors: int, ask: Ask) -> None:
-        """All rows, from one of so many donors, and the steps since. Raises NotReady: none gives them; Gone."""
+        """All rows, from one of so many donors, and the steps since. Raises NotReady: none gives them;
+        Gone."""
         problem: object = ""
         for attempt in range(TRIES * donors):
             try:

@@ -1,9 +1,12 @@
-"""What a script may do in a minibatch: who calls backward(), which modules are in training mode, and which parameters may go without a gradient.
+"""What a script may do in a minibatch: who calls backward(), which modules are in training mode, and which
+parameters may go without a gradient.
 
-BackwardGuard       only the minibatch that is computed calls backward(), or a script's own loop by trireme.backward
+BackwardGuard       only the minibatch that is computed calls backward(), or a script's own loop by
+                    trireme.backward
 Modes               functions          before each minibatch model.train(), then eval() for the modules that model() left in evaluation mode
                     a loop of its own  the script sets them; an evaluation puts back what it finds
-MissingGradients    plain PyTorch leaves a parameter without a gradient alone, a job steps it with a gradient of 0
+MissingGradients    plain PyTorch leaves a parameter without a gradient alone, a job steps it with a gradient
+                    of 0
 """
 
 from __future__ import annotations
@@ -20,25 +23,31 @@ from trainer_agent.own_loop.turns import OwnLoop
 from trireme_shared.protocol.errors import UserCodeError
 
 MODE_CHANGED = (
-    "forward had {name} in {now} mode, and in an earlier minibatch it was in {before} mode; trainers do not share modes, so a module has "
-    "the same mode in every minibatch: set it in model() (or before the loop), or train in two jobs, the second with --init-from"
+    "forward had {name} in {now} mode, and in an earlier minibatch it was in {before} mode; "
+    "trainers do not share modes, so a module has "
+    "the same mode in every minibatch: set it in model() (or before the loop), or train in two "
+    "jobs, the second with --init-from"
 )
 MODE_LEFT = (
-    "loss(model, batch) leaves {name} in {now} mode; every minibatch begins with it in {before} mode, as model() says, and not with what the one before "
-    "left: put back the modes that loss changes behind its forward pass, or set them in front of each, or in model()"
+    "loss(model, batch) leaves {name} in {now} mode; every minibatch begins with it in {before} "
+    "mode, as model() says, and not with what the one before "
+    "left: put back the modes that loss changes behind its forward pass, or set them in front of "
+    "each, or in model()"
 )
 NAMED_PARAMETERS = 3  # parameters in a warning
 MOST_WARNINGS = 5  # warnings of a process
 NO_GRADIENT = (
-    "{names} got no gradient from a minibatch, so a step takes 0 as its gradient there, and {cause} moves {it} all the same (plain PyTorch "
-    "leaves a parameter without a gradient alone, if no other minibatch of the step has one). If nothing uses {it}, leave {it} out of the "
+    "{names} got no gradient from a minibatch, so a step takes 0 as its gradient there, and "
+    "{cause} moves {it} all the same (plain PyTorch "
+    "leaves a parameter without a gradient alone, if no other minibatch of the step has one). If "
+    "nothing uses {it}, leave {it} out of the "
     "optimizer, or call requires_grad_(False) in model()"
 )
 
 
 class UserCode(Protocol):
-    """The functions of the user's script; see trainer_agent.script.user_module.UserModule. What they raise arrives as
-    UserCodeError. `loop`: of a script with a loop of its own, whose body is called as `loss`."""
+    """The functions of the user's script; see trainer_agent.script.user_module.UserModule. What they raise
+    arrives as UserCodeError. `loop`: of a script with a loop of its own, whose body is called as `loss`."""
 
     @property
     def path(self) -> Path: ...
@@ -56,9 +65,10 @@ class UserCode(Protocol):
 
 
 class Modes:
-    """Training mode and evaluation mode of the model's modules, as the script sets them. A mode that is another one in some minibatches would be
-    state that trainers do not share, so forward has the same modes in all of them. Made when the script has built its model, before the
-    first minibatch. `own_loop`: the script's own loop sets the modes."""
+    """Training mode and evaluation mode of the model's modules, as the script sets them. A mode that is
+    another one in some minibatches would be state that trainers do not share, so forward has the same modes
+    in all of them. Made when the script has built its model, before the first minibatch. `own_loop`: the
+    script's own loop sets the modes."""
 
     def __init__(self, model: nn.Module, *, own_loop: bool) -> None:
         self._model, self._own_loop = model, own_loop
@@ -66,11 +76,14 @@ class Modes:
         self._names = [name or type(module).__name__ for name, module in modules]
         self._modules = [module for _, module in modules]
         # A whole model in evaluation mode is how libraries load pretrained ones. It is trained all the same.
-        self._evaluating = [module for module in self._modules if not module.training] if model.training else []
+        self._evaluating = (
+            [module for module in self._modules if not module.training] if model.training else []
+        )
         #: A sentence if the modes that the script left are no plain training mode, else "".
         self.notice = "" if own_loop else self._notice()
         self._first: list[bool] | None = None
-        #: A sentence if loss left a module in another mode than it had when the minibatch began, which is undone, else "".
+        #: A sentence if loss left a module in another mode than it had when the minibatch began, which is
+        # undone, else "".
         self.left = ""
 
     def __repr__(self) -> str:
@@ -81,12 +94,20 @@ class Modes:
             return ""
         if not self._evaluating:
             return (
-                "model() returned a model in evaluation mode; it is trained in training mode. Modules that shall stay in evaluation mode "
+                "model() returned a model in evaluation mode; it is trained in training mode. "
+                "Modules that shall stay in evaluation mode "
                 "are put there below a model that is in training mode"
             )
-        names = [name for name, module in zip(self._names, self._modules, strict=True) if module in self._evaluating]
+        names = [
+            name
+            for name, module in zip(self._names, self._modules, strict=True)
+            if module in self._evaluating
+        ]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"model() left these modules in evaluation mode, and they stay in it while the model is trained: {shown}"
+        return (
+            "model() left these modules in evaluation mode, and they stay in it while the model is "
+            f"trained: {shown}"
+        )
 
     def set_training(self) -> None:
         """Before a minibatch."""
@@ -97,7 +118,8 @@ class Modes:
             module.training = False
 
     def check(self, user: UserCode) -> None:
-        """Called after each forward. Raises UserCodeError if it had other modes than in the first minibatch."""
+        """Called after each forward. Raises UserCodeError if it had other modes than in the first
+        minibatch."""
         now = [module.training for module in self._modules]
         if self._first is None:
             self._first = now
@@ -128,13 +150,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class MissingGradients:
-    """Notices trained parameters that get no gradient in a minibatch. A job steps them with a gradient of 0, since another lane may have one; where
-    that moves them, the user hears of it. `minibatch` after each backward. `warnings` are taken by `told`: each parameter is in one of them at most."""
+    """Notices trained parameters that get no gradient in a minibatch. A job steps them with a gradient of 0,
+    since another lane may have one; where that moves them, the user hears of it. `minibatch` after each
+    backward. `warnings` are taken by `told`: each parameter is in one of them at most."""
 
     def __init__(self, plan: Plan) -> None:
         spec = plan.layout.optimizer
         self._names = [place.name for place in plan.parameters]
-        options = [spec.defaults | spec.groups[plan.layout.segments[place.segment].group] for place in plan.parameters]
+        options = [
+            spec.defaults | spec.groups[plan.layout.segments[place.segment].group]
+            for place in plan.parameters
+        ]
         self._decays = [bool(each.get("weight_decay")) for each in options]
         self._remembers = [spec.name != "SGD" or bool(each.get("momentum")) for each in options]
         self._had = [False] * len(self._names)
@@ -155,7 +181,10 @@ class MissingGradients:
             ),
         ):
             found = zip(self._names, moving, made, strict=True)
-            self._tell([name for name, moves, count in found if moves and not count and name not in self._told], cause)
+            self._tell(
+                [name for name, moves, count in found if moves and not count and name not in self._told],
+                cause,
+            )
         self._had = [had or bool(count) for had, count in zip(self._had, made, strict=True)]
 
     def told(self) -> tuple[str, ...]:
@@ -170,4 +199,6 @@ class MissingGradients:
         self._count += 1
         more = f" and {len(names) - NAMED_PARAMETERS} more" if len(names) > NAMED_PARAMETERS else ""
         listed = f"the parameter{'s' if len(names) > 1 else ''} {', '.join(names[:NAMED_PARAMETERS])}{more}"
-        self._warnings.append(NO_GRADIENT.format(names=listed, cause=cause, it="them" if len(names) > 1 else "it"))
+        self._warnings.append(
+            NO_GRADIENT.format(names=listed, cause=cause, it="them" if len(names) > 1 else "it")
+        )

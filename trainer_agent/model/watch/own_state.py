@@ -1,8 +1,11 @@
-"""State that a script keeps for itself: random generators of its own, counters, queues. Each process of a job has its own copy of it, and nobody carries
-it from one to another, so what is computed with it would depend on who computes which minibatch.
+"""State that a script keeps for itself: random generators of its own, counters, queues. Each process of a job
+has its own copy of it, and nobody carries it from one to another, so what is computed with it would depend on
+who computes which minibatch.
 
-    first records, first minibatch ─► once ─► Snapshot ─► again, from the same parameters and seeds ─► Snapshot
-                                      results differ, or a generator is elsewhere: refused by name; only a number has changed: told
+    first records, first minibatch ─► once ─► Snapshot ─► again, from the same parameters and seeds
+        ─► Snapshot
+                                      results differ, or a generator is elsewhere: refused by name; only a
+                                      number has changed: told
 
 A generator that the script seeds again before each use is in the same place after both, and is no state.
 """
@@ -32,19 +35,31 @@ MOST_BYTES = 1 << 20  # of one array
 DEPTH = 8
 SHOWN = 3
 WATCHED = 3  # minibatches
-OF_A_JOB = "each trainer of a job has its own copy, so results depend on which one computes what, unless it is seeded anew before each use (docs/script.md)"
+OF_A_JOB = (
+    "each trainer of a job has its own copy, so results depend on which one computes what, unless it "
+    "is seeded anew before each use (docs/script.md)"
+)
 MOST_COMPARED = 1 << 32
 
 GENERATOR_HINT = (
-    "draw from the generators of torch, numpy or random, which are seeded for each minibatch, record and function of the script; or make a generator "
-    "where it is used, out of them: numpy.random.default_rng(numpy.random.randint(2**31)). deterministic = false makes this a warning"
+    "draw from the generators of torch, numpy or random, which are seeded for each minibatch, "
+    "record and function of the script; or make a generator "
+    "where it is used, out of them: numpy.random.default_rng(numpy.random.randint(2**31)). "
+    "deterministic = false makes this a warning"
 )
 STATE_HINT = (
-    "keep what training needs in a floating-point or int64 buffer of the model (register_buffer), which trainers share, and draw from the generators of "
+    "keep what training needs in a floating-point or int64 buffer of the model (register_buffer), "
+    "which trainers share, and draw from the generators of "
     "torch, numpy or random, which are seeded. deterministic = false makes this a warning"
 )
 
-GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random
+GENERATORS = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    random.Random,
+)
 _OURS = "trireme_shared", "trainer_agent", "trireme", "master_service", "pserver_service"
 _KNOWN = (
     *(f"{name}." for name in _OURS),
@@ -57,7 +72,8 @@ _SIMPLE = int, float, complex, str, bytes, bool, type(None)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Digests by name ("RNG of train.py", "noise.rng of the model"). `generators`: random generators; `values`: numbers, text, arrays, lengths."""
+    """Digests by name ("RNG of train.py", "noise.rng of the model"). `generators`: random generators;
+    `values`: numbers, text, arrays, lengths."""
 
     generators: Mapping[str, bytes]
     values: Mapping[str, bytes]
@@ -73,7 +89,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`problem`: why the result depends on who computes what, and `hint`, what to do; "": it does not. `notice`: what the user should look at."""
+    """`problem`: why the result depends on who computes what, and `hint`, what to do; "": it does not.
+    `notice`: what the user should look at."""
 
     problem: str = ""
     hint: str = ""
@@ -81,25 +98,30 @@ class Verdict:
 
 
 def judged(what: str, difference: str, before: Snapshot, after: Snapshot) -> Verdict:
-    """`what` was computed twice from the same parameters, records and seeds; `difference`: between both results, "" if there is none. `before`, `after`:
-    the state of the script before and after the second time."""
+    """`what` was computed twice from the same parameters, records and seeds; `difference`: between both
+    results, "" if there is none. `before`, `after`: the state of the script before and after the second
+    time."""
     generators, values = before.moved(after), before.changed(after)
     if generators:
         return Verdict(
-            f"{_named(generators)}: a random generator of the script's own, from which {what} draws. Each process has its own copy of it, so the "
-            f"result would depend on which trainer computes what{f'; computed twice, {difference}' if difference else ''}",
+            f"{_named(generators)}: a random generator of the script's own, from which {what} "
+            "draws. Each process has its own copy of it, so the "
+            "result would depend on which trainer computes "
+            f"what{f'; computed twice, {difference}' if difference else ''}",
             hint=GENERATOR_HINT,
         )
     if difference:
         held = f"; state of its own that changed: {_named(values)}" if values else ""
         return Verdict(
-            f"{what} is not a function of its records, the parameters and the seed: computed twice, {difference}{held}. The result would depend on "
+            f"{what} is not a function of its records, the parameters and the seed: computed "
+            f"twice, {difference}{held}. The result would depend on "
             "which trainer computes what",
             hint=STATE_HINT,
         )
     if values:
         return Verdict(
-            notice=f"{what} changes {_named(values)}: each trainer has its own copy of it, so nothing that is trained may depend on it"
+            notice=f"{what} changes {_named(values)}: each trainer has its own copy of it, so nothing "
+            "that is trained may depend on it"
         )
     return Verdict()
 
@@ -109,10 +131,13 @@ def _named(names: list[str]) -> str:
 
 
 def difference_of(first: object, second: object, where: str = "") -> str:
-    """The first place in which two values of the same kind differ by a bit, as text; "" if there is none, or if they cannot be compared."""
+    """The first place in which two values of the same kind differ by a bit, as text; "" if there is none, or
+    if they cannot be compared."""
     match first, second:
         case (Mapping(), Mapping()):
-            found = (difference_of(first[key], second[key], f"{where}[{key!r}]") for key in first if key in second)
+            found = (
+                difference_of(first[key], second[key], f"{where}[{key!r}]") for key in first if key in second
+            )
             return next(filter(None, found), "")
         case (list() | tuple(), list() | tuple()):
             found = (
@@ -121,19 +146,23 @@ def difference_of(first: object, second: object, where: str = "") -> str:
             )
             return next(filter(None, found), "")
         case (torch.Tensor() | np.ndarray(), torch.Tensor() | np.ndarray()):
-            return "" if _digest(first, MOST_COMPARED) == _digest(second, MOST_COMPARED) else f"{where} differs"
+            return (
+                "" if _digest(first, MOST_COMPARED) == _digest(second, MOST_COMPARED) else f"{where} differs"
+            )
         case (int() | float() | str() | bytes(), int() | float() | str() | bytes()):
             return "" if repr(first) == repr(second) else f"{where} was {first!r:.60} and then {second!r:.60}"
     return ""
 
 
 def snapshot(script: Path, roots: Mapping[str, object]) -> Snapshot:
-    """What can be reached from the modules of the script's folder, from what its frames hold, and from `roots` (by what messages call them)."""
+    """What can be reached from the modules of the script's folder, from what its frames hold, and from
+    `roots` (by what messages call them)."""
     walk = _Walk(script.parent)
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and (file := _file_below(module, script.parent)):
             walk.add(vars(module), f" of {file}")
-    for number, frame in sys._current_frames().items():  # noqa: SLF001  a loop of the script's own has its state in its frames
+    # a loop of the script's own has its state in its frames
+    for number, frame in sys._current_frames().items():  # noqa: SLF001
         if number != threading.get_ident():
             walk.add_frames(frame)
     for name, root in roots.items():
@@ -142,8 +171,9 @@ def snapshot(script: Path, roots: Mapping[str, object]) -> Snapshot:
 
 
 class Watch:
-    """Generators of the script's own that move with each of its first minibatches, where nothing is computed twice: in a trainer, and in the user's
-    own process. It is told: one that is seeded anew before each use moves, too."""
+    """Generators of the script's own that move with each of its first minibatches, where nothing is computed
+    twice: in a trainer, and in the user's own process. It is told: one that is seeded anew before each use
+    moves, too."""
 
     def __init__(self, script: Path, model: nn.Module) -> None:
         self._script, self._model = script, model
@@ -164,7 +194,11 @@ class Watch:
 def _file_below(module: types.ModuleType, folder: Path) -> str:
     file = getattr(module, "__file__", None)
     path = Path(file) if isinstance(file, str) and module.__name__.partition(".")[0] not in _OURS else None
-    return path.name if path is not None and path.is_relative_to(folder) and "site-packages" not in path.parts else ""
+    return (
+        path.name
+        if path is not None and path.is_relative_to(folder) and "site-packages" not in path.parts
+        else ""
+    )
 
 
 class _Walk:
@@ -172,7 +206,8 @@ class _Walk:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: set[int] = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}  # noqa: SLF001  those are seeded
+        # those are seeded
+        self._seen: set[int] = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}  # noqa: SLF001
         self._todo: deque[tuple[str, str, object, int]] = deque()
         self._generators: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
@@ -218,7 +253,10 @@ class _Walk:
                 for number, (key, inner) in enumerate(value.items()):
                     if number == MOST_ITEMS:
                         return
-                    yield (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r:.40}]"), inner
+                    yield (
+                        (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r:.40}]"),
+                        inner,
+                    )
             case list() | tuple() | deque():
                 for number, inner in enumerate(value):
                     if number == MOST_ITEMS:
@@ -235,8 +273,13 @@ class _Walk:
             case types.GeneratorType():
                 yield "", dict(value.gi_frame.f_locals) if value.gi_frame is not None else None
             case type():
-                if value.__module__ in sys.modules and _file_below(sys.modules[value.__module__], self._folder):
-                    yield "", {name: inner for name, inner in vars(value).items() if not name.startswith("__")}
+                if value.__module__ in sys.modules and _file_below(
+                    sys.modules[value.__module__], self._folder
+                ):
+                    yield (
+                        "",
+                        {name: inner for name, inner in vars(value).items() if not name.startswith("__")},
+                    )
             case types.ModuleType() | torch.dtype() | torch.device() | torch.optim.Optimizer():
                 return
             case nn.Module():
@@ -247,7 +290,8 @@ class _Walk:
                     yield from ((f".{name}", inner) for name, inner in found.items())
 
 
-_OF_TORCH = frozenset(("training", "_parameters", "_buffers", "_modules"))  # shared, or compared (unshared_state.py)
+# shared, or compared (unshared_state.py)
+_OF_TORCH = frozenset(("training", "_parameters", "_buffers", "_modules"))
 
 
 def _is_full(cell: types.CellType) -> bool:
@@ -282,7 +326,9 @@ def _digest(value: object, most: int = MOST_BYTES) -> bytes:
             if value.nbytes > most or value.is_meta or value.layout != torch.strided:
                 return known + str(value._version).encode()  # noqa: SLF001  torch has no public name for it
             flat = value.detach().cpu().contiguous().reshape(-1)
-            return hashlib.sha256(known + (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")).digest()
+            return hashlib.sha256(
+                known + (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+            ).digest()
         case np.ndarray():
             known = f"{value.dtype} {value.shape}".encode()
             if value.nbytes > most or value.dtype.hasobject:

@@ -1,14 +1,17 @@
-"""State that forward changes and trainers do not share: noticed, so that it can be refused, or that the user hears of it.
+"""State that forward changes and trainers do not share: noticed, so that it can be refused, or that the user
+hears of it.
 
-    parameters                                        only the optimizer, at the parameter servers, changes them
+    parameters                                        only the optimizer, at the parameter servers, changes
+                                                      them
     buffers that are neither floating-point nor int64  constants of the model
     the optimizer: groups, options, state              see OptimizerWatch in model/optimizer.py
     the model: which parameters, buffers, modules      as it was laid out (KeptModel)
-    other buffers                                      shared; told if their mean over lanes may mean nothing (AveragedBuffers)
+    other buffers                                      shared; told if their mean over lanes may mean nothing
+                                                       (AveragedBuffers)
 
-If forward changed them, the result would depend on which trainer computed which minibatch. Most changes show in torch's counter of
-in-place operations or in the address. Those through `.data` show in a digest, which is computed for some minibatches only, or in three
-numbers of each parameter (Samples).
+If forward changed them, the result would depend on which trainer computed which minibatch. Most changes show
+in torch's counter of in-place operations or in the address. Those through `.data` show in a digest, which is
+computed for some minibatches only, or in three numbers of each parameter (Samples).
 """
 
 from __future__ import annotations
@@ -31,11 +34,16 @@ from trireme_shared.protocol.records.layout import MOST_CONSTANTS, Constant
 
 Sampled = tuple[torch.Tensor, ...] | list[int]
 THAWED = (
-    "changed requires_grad of the parameter {name}: it was {before} when training began, and now it is {now}; a job trains the same parameters "
-    "from its first step to its last: set requires_grad in model() (or before trireme.prepare), and train what thaws or freezes later in a second "
+    "changed requires_grad of the parameter {name}: it was {before} when training began, and now "
+    "it is {now}; a job trains the same parameters "
+    "from its first step to its last: set requires_grad in model() (or before trireme.prepare), "
+    "and train what thaws or freezes later in a second "
     "job that begins with this one's model (--init-from)"
 )
-MODEL_CHANGED = "changed the model: {what} since training began; a job lays its parameters out once: change the model in model() (or before trireme.prepare)"
+MODEL_CHANGED = (
+    "changed the model: {what} since training began; a job lays its parameters out once: change the "
+    "model in model() (or before trireme.prepare)"
+)
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 PARAMETER = (
     "changed the parameter {name}; only the optimizer may change parameters, because trainers do not share "
@@ -46,7 +54,8 @@ FROZEN = (
     "make it a floating-point buffer (register_buffer), which they share"
 )
 RESHAPED = (
-    "changed the buffer {name}: it was {before}, and now it is {after}; trainers share the values of a buffer, so it keeps its shape and "
+    "changed the buffer {name}: it was {before}, and now it is {after}; trainers share the values "
+    "of a buffer, so it keeps its shape and "
     "dtype: make it as large as it can become in model(), and keep a counter beside it"
 )
 BUFFER = (
@@ -54,16 +63,20 @@ BUFFER = (
     "these, or a plain attribute if it only keeps what can be computed again"
 )
 AVERAGED = (
-    "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted by their records. That is right for running "
-    "means. If it holds rows or values that must stay as they are (a queue, a codebook, a hidden state), set lanes=1, keep such values in an "
+    "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted "
+    "by their records. That is right for running "
+    "means. If it holds rows or values that must stay as they are (a queue, a codebook, a hidden "
+    "state), set lanes=1, keep such values in an "
     "int64 buffer (the first lane's count), or compute them from parameters"
 )
 
 
 class UnsharedState:
-    """`begin` before a forward pass; `change` after it says what was changed. `looks`: this minibatch is one whose digests are compared.
+    """`begin` before a forward pass; `change` after it says what was changed. `looks`: this minibatch is one
+    whose digests are compared.
 
-    Marks, numbers and options of everything are compared as whole lists first: a minibatch of small parameters takes a few milliseconds."""
+    Marks, numbers and options of everything are compared as whole lists first: a minibatch of small
+    parameters takes a few milliseconds."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer, *, steps_elsewhere: bool = True
@@ -76,7 +89,9 @@ class UnsharedState:
         self._shared = [(place.name, *_home(model, place.name)) for place in plan.buffers]
         self._kinds = [_kind(module.get_buffer(name)) for _, module, name in self._shared]
         self._constants = [
-            (name, *_home(model, name), buffer.clone()) for name, buffer in model.named_buffers() if name not in shared
+            (name, *_home(model, name), buffer.clone())
+            for name, buffer in model.named_buffers()
+            if name not in shared
         ]
         self._seen = [(-1, -1)] * len(self._constants)
         self._minibatches, self.looks = 0, False
@@ -91,7 +106,8 @@ class UnsharedState:
         self._digests: list[int] = []
 
     def begin(self, vector: Vector | None = None, *, again: bool = False) -> None:
-        """`vector`: the parameters in use, in host memory; None: they lie anywhere. `again`: of the minibatch that has begun already."""
+        """`vector`: the parameters in use, in host memory; None: they lie anywhere. `again`: of the minibatch
+        that has begun already."""
         self._optimizer.begin()
         if not again:
             self.looks = self._minibatches < FIRST_LOOKS or self.looks_next
@@ -126,7 +142,8 @@ class UnsharedState:
             raise user.error_of(RuntimeError(f"{who} {problem}"), fatal=True)
 
     def check_at_end(self, user: UserCode) -> None:
-        """Raises UserCodeError if the script has changed the model since the last minibatch that was looked at."""
+        """Raises UserCodeError if the script has changed the model since the last minibatch that was looked
+        at."""
         if problem := self._kept.change(fully=True):
             raise user.error_of(RuntimeError(f"the script {problem}"), fatal=True)
 
@@ -137,7 +154,8 @@ class UnsharedState:
             if not isinstance(buffer, torch.Tensor) or (buffer.dtype, buffer.shape) != kind:
                 found = _told(*_kind(buffer)) if isinstance(buffer, torch.Tensor) else "no tensor"
                 return RESHAPED.format(name=full_name, before=_told(*kind), after=found)
-            if buffer.is_inference():  # made in torch.inference_mode: nobody could load the step's value into it
+            # made in torch.inference_mode: nobody could load the step's value into it
+            if buffer.is_inference():
                 setattr(module, name, buffer.clone())
         for number, (full_name, module, name, constant) in enumerate(self._constants):
             buffer = _buffer(module, name)
@@ -163,7 +181,11 @@ class UnsharedState:
         return [self._frozen.get(name, number) for name, number in zip(self._names, digests, strict=True)]
 
     def _sample(self, vector: Vector | None) -> Sampled:
-        return self._samples.of_parameters(self._addresses) if vector is None else self._samples.of_vector(vector)
+        return (
+            self._samples.of_parameters(self._addresses)
+            if vector is None
+            else self._samples.of_vector(vector)
+        )
 
     def _of_parameter(self, name: str) -> str:
         return (PARAMETER if name in self._trained else FROZEN).format(name=name)
@@ -199,8 +221,9 @@ def _told(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def constants_of(model: nn.Module, plan: Plan) -> tuple[Constant, ...]:
-    """Digests of the values that each trainer's `model()` makes and that no trainer gets from another: parameters that are not trained, and
-    buffers that trainers do not share. Consecutive tensors have one digest if there are more than MOST_CONSTANTS."""
+    """Digests of the values that each trainer's `model()` makes and that no trainer gets from another:
+    parameters that are not trained, and buffers that trainers do not share. Consecutive tensors have one
+    digest if there are more than MOST_CONSTANTS."""
     given = {place.name for place in (*plan.parameters, *plan.buffers)}
     own = [(name, tensor) for name, tensor in _tensors(model) if name not in given]
     run = -(-len(own) // MOST_CONSTANTS) or 1
@@ -231,7 +254,8 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, of 64 bits if they fit: torch takes 25 times as long to sum narrower ones."""
+    """The same memory as integers, of 64 bits if they fit: torch takes 25 times as long to sum narrower
+    ones."""
     bits = bits_of(values.detach())
     words = 8 // bits.itemsize
     fits = bits.numel() % words == 0 and bits.storage_offset() % words == 0
@@ -241,8 +265,9 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
 
 
 class KeptModel:
-    """The model as it was laid out: which parameters, buffers and modules it has, and which parameters are trained. A job lays parameters out once,
-    before training; what the script changes of the model afterwards would be trained by nobody, or by one trainer."""
+    """The model as it was laid out: which parameters, buffers and modules it has, and which parameters are
+    trained. A job lays parameters out once, before training; what the script changes of the model afterwards
+    would be trained by nobody, or by one trainer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -251,7 +276,8 @@ class KeptModel:
         self._trained = _trained(self._tensors)
         self._parameters = _parameters(model)
         self._buffers = dict.fromkeys(name for name, _ in model.named_buffers())
-        self._modules: dict[str, int] | None = None  # after the first minibatch, which may make modules that it needs
+        # after the first minibatch, which may make modules that it needs
+        self._modules: dict[str, int] | None = None
 
     def change(self, *, fully: bool) -> str:
         """What was changed, or "". `fully`: names and modules too, which takes longer."""
@@ -295,9 +321,11 @@ def _difference(kind: str, before: Mapping[str, object], now: Mapping[str, objec
 
 
 class Samples:
-    """Three numbers of each trained parameter: by them a change through `.data`, which neither torch's counters nor addresses show, is noticed in
-    any minibatch, if it concerns the parameter as a whole. To compare all numbers takes as long as to read the model; UnsharedState does so now
-    and then. It reads the bits as integers, from a vector with the parameters in use or from the parameters `named`, wherever they lie."""
+    """Three numbers of each trained parameter: by them a change through `.data`, which neither torch's
+    counters nor addresses show, is noticed in any minibatch, if it concerns the parameter as a whole. To
+    compare all numbers takes as long as to read the model; UnsharedState does so now and then. It reads the
+    bits as integers, from a vector with the parameters in use or from the parameters `named`, wherever they
+    lie."""
 
     def __init__(self, plan: Plan, named: Mapping[str, torch.Tensor]) -> None:
         indices: dict[int, list[int]] = {}
@@ -315,15 +343,19 @@ class Samples:
     def of_vector(self, vector: Vector) -> tuple[torch.Tensor, ...]:
         """In host memory. Of each segment."""
         return tuple(
-            bits_of(vector.segments[segment]).index_select(0, numbers) for segment, numbers in self._gathered.items()
+            bits_of(vector.segments[segment]).index_select(0, numbers)
+            for segment, numbers in self._gathered.items()
         )
 
     def of_parameters(self, addresses: list[int]) -> list[int]:
-        """`addresses`: of all parameters, now. [] if some are not in host memory: a GPU would be waited for."""
+        """`addresses`: of all parameters, now. [] if some are not in host memory: a GPU would be waited
+        for."""
         if self._addresses != addresses:  # seldom: an optimizer steps in place
             self._addresses = addresses
             on_host = all(parameter.is_cpu for parameter in self._parameters)
-            self._readers = [reader for each in self._parameters for reader in _readers(each)] if on_host else []
+            self._readers = (
+                [reader for each in self._parameters for reader in _readers(each)] if on_host else []
+            )
         return list(map(call, self._readers))
 
     def changed(self, before: Sampled, after: Sampled) -> str:
@@ -353,31 +385,38 @@ def _three(elements: int) -> tuple[int, ...]:
 
 
 class AveragedBuffers:
-    """Notices floating-point buffers of which a step takes the mean over lanes, although they hold no statistics.
+    """Notices floating-point buffers of which a step takes the mean over lanes, although they hold no
+    statistics.
 
         this lane's value after forward ─┐
         another lane's, or that of the  ─┴─► differ ─► one warning with the buffer's name
         next version: the lanes' mean
 
-    The mean of running means and variances over lanes is what a larger minibatch would have given, or nearly. The mean of two queues, codebooks
-    or hidden states is something else: rows of norm 1 become shorter. Values alone do not tell which of the two a buffer is: a running mean near
-    0 changes as much, relative to its size, as the row of a queue. So buffers of torch's normalisation layers, and those that are called like
-    theirs, count as statistics, and all others that differ between lanes are told. With one lane nothing differs.
+    The mean of running means and variances over lanes is what a larger minibatch would have given, or nearly.
+    The mean of two queues, codebooks or hidden states is something else: rows of norm 1 become shorter.
+    Values alone do not tell which of the two a buffer is: a running mean near 0 changes as much, relative to
+    its size, as the row of a queue. So buffers of torch's normalisation layers, and those that are called
+    like theirs, count as statistics, and all others that differ between lanes are told. With one lane nothing
+    differs.
 
-    `lane` after each forward pass, `version` when the parameters in use are those of the next step. `warnings` are taken by `told`."""
+    `lane` after each forward pass, `version` when the parameters in use are those of the next step.
+    `warnings` are taken by `told`."""
 
     def __init__(self, model: nn.Module, plan: Plan, lanes: int) -> None:
         self._places = [
             place
             for place in plan.buffers
-            if lanes > 1 and model.get_buffer(place.name).is_floating_point() and not _is_statistic(model, place.name)
+            if lanes > 1
+            and model.get_buffer(place.name).is_floating_point()
+            and not _is_statistic(model, place.name)
         ]
         self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # before and after forward, of one lane
         self._minibatches = 0
         self._warnings: list[str] = []
 
     def lane(self, after: Vector, before: Vector) -> None:
-        """The buffers of a lane are in `after`; they were loaded from `before`. Looks at some minibatches only."""
+        """The buffers of a lane are in `after`; they were loaded from `before`. Looks at some minibatches
+        only."""
         looks = self._minibatches < FIRST_LOOKS or self._minibatches % LOOK_EVERY == 0
         self._minibatches += 1
         if not looks:
@@ -390,7 +429,8 @@ class AveragedBuffers:
                 self._kept[place.name] = loaded.clone(), value.clone()
 
     def version(self, current: Vector) -> None:
-        """The next step begins with the buffers in `current`: the mean over the lanes of this step, or what it was before, if the step was left out."""
+        """The next step begins with the buffers in `current`: the mean over the lanes of this step, or what
+        it was before, if the step was left out."""
         for place in [place for place in self._places if place.name in self._kept]:
             value = current.view(place)
             if not _same(value, self._kept[place.name][0]):

@@ -81,7 +81,15 @@ _SETTINGS = (  # of `submit`
     "pre_tasks",
     "post_tasks",
 )
-_SCHEDULING = ("min_trainers", "max_trainers", "priority", "weight", "preemptible", "after", "not_before_time")
+_SCHEDULING = (
+    "min_trainers",
+    "max_trainers",
+    "priority",
+    "weight",
+    "preemptible",
+    "after",
+    "not_before_time",
+)
 _SCHEDULE = ("cron", "time_zone", "concurrency")
 _Member = Annotated[str, typer.Argument(metavar="MEMBER", help="Its member_id in `trireme pool`.")]
 
@@ -107,7 +115,8 @@ def up(
         ),
     ] = None,
     pservers: Annotated[
-        int | None, typer.Option(help="Places for parameter servers. Default: 1.", min=0, max=128, metavar="N")
+        int | None,
+        typer.Option(help="Places for parameter servers. Default: 1.", min=0, max=128, metavar="N"),
     ] = None,
     standbys: Annotated[int | None, typer.Option(help="Number of standby masters.", metavar="N")] = None,
     data_dir: DataDir = None,
@@ -116,7 +125,9 @@ def up(
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option(help="Files of all jobs go below this path or URL. Default: in the data folder.", metavar="URL"),
+        typer.Option(
+            help="Files of all jobs go below this path or URL. Default: in the data folder.", metavar="URL"
+        ),
     ] = None,
     job_retention_s: Annotated[
         float | None,
@@ -140,7 +151,8 @@ def up(
     launcher: Annotated[
         str,
         typer.Option(
-            help="What starts the places: processes on this machine, actors of a Ray cluster, or none: by hand.",
+            help="What starts the places: processes on this machine, actors of a Ray cluster, or none: "
+            "by hand.",
             metavar="local|ray|none",
         ),
     ] = "local",
@@ -164,29 +176,38 @@ def up(
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Ray: the cluster that this machine is a node of. Default: auto.", metavar="ADDRESS"),
+        typer.Option(
+            help="Ray: the cluster that this machine is a node of. Default: auto.", metavar="ADDRESS"
+        ),
     ] = None,
     trainer_resources: Annotated[
         str | None,
-        typer.Option(help="Ray: what a trainer takes. Default: CPU=1.", metavar="CPU=2,GPU=1,memory=8GiB,..."),
+        typer.Option(
+            help="Ray: what a trainer takes. Default: CPU=1.", metavar="CPU=2,GPU=1,memory=8GiB,..."
+        ),
     ] = None,
     pserver_resources: Annotated[
-        str | None, typer.Option(help="Ray: what a parameter server takes. Default: CPU=1.", metavar="CPU=1,...")
+        str | None,
+        typer.Option(help="Ray: what a parameter server takes. Default: CPU=1.", metavar="CPU=1,..."),
     ] = None,
     node_dir: Annotated[
         Path | None,
-        typer.Option(help="Ray: logs and scripts on each node go below it. Default: /tmp/trireme-ray.", metavar="PATH"),
+        typer.Option(
+            help="Ray: logs and scripts on each node go below it. Default: /tmp/trireme-ray.", metavar="PATH"
+        ),
     ] = None,
     insecure: Insecure = False,
     detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a cluster on this machine: etcd, masters, and places for the members of jobs that are submitted to it.
+    """Run a cluster on this machine: etcd, masters, and places for the members of jobs that are submitted to
+    it.
 
-    It stays in the foreground and shows a line for each job. Ctrl-C, or `trireme down` elsewhere, ends it: jobs save a
-    checkpoint, members leave. The same command goes on with all jobs.
+    It stays in the foreground and shows a line for each job. Ctrl-C, or `trireme down` elsewhere, ends it:
+    jobs save a checkpoint, members leave. The same command goes on with all jobs.
 
-    With --launcher ray masters and places run on the nodes of the Ray cluster that this machine belongs to (docs/cluster.md).
+    With --launcher ray masters and places run on the nodes of the Ray cluster that this machine belongs to
+    (docs/cluster.md).
     """
     given = dict(locals())
     if detach:
@@ -207,11 +228,14 @@ def up(
         {"trainer": trainer_resources, "pserver": pserver_resources},
     )
     flags = {name: given[name] for name in _PLACES}
-    raise typer.Exit(run_up(UpRequest(flags, trainers, pservers, as_json, started_by, job_retention_s, insecure)))
+    raise typer.Exit(
+        run_up(UpRequest(flags, trainers, pservers, as_json, started_by, job_retention_s, insecure))
+    )
 
 
 def down(wait_s: WaitS = 120.0, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """End the cluster of `trireme up` in order. Its jobs stay unfinished and go on when it is started again."""
+    """End the cluster of `trireme up` in order. Its jobs stay unfinished and go on when it is started
+    again."""
     from trireme.cli.cluster.up import down as run_down  # noqa: PLC0415
 
     raise typer.Exit(run_down(data_dir, wait_s, as_json=as_json))
@@ -220,7 +244,8 @@ def down(wait_s: WaitS = 120.0, data_dir: DataDir = None, as_json: Json = False)
 def submit(
     script: Script,
     name: Annotated[
-        str | None, typer.Option("--name", "--job", help="Name of the job. Default: the script's name.", metavar="NAME")
+        str | None,
+        typer.Option("--name", "--job", help="Name of the job. Default: the script's name.", metavar="NAME"),
     ] = None,
     min_trainers: Annotated[
         int | None, typer.Option(help="It starts when it can have so many trainers. Default: 1.", metavar="N")
@@ -233,7 +258,8 @@ def submit(
         int | None, typer.Option(help="0 to 100; higher ones go first. Default: 50.", metavar="P")
     ] = None,
     weight: Annotated[
-        float | None, typer.Option(help="Its share of trainers among jobs of its priority. Default: 1.", metavar="W")
+        float | None,
+        typer.Option(help="Its share of trainers among jobs of its priority. Default: 1.", metavar="W"),
     ] = None,
     preemptible: Annotated[
         bool, typer.Option("--preemptible", help="A job of a higher priority may stop it; it goes on later.")
@@ -243,7 +269,8 @@ def submit(
         typer.Option(help="Start when that job is COMPLETED; may be given several times.", metavar="JOB"),
     ] = None,
     not_before: Annotated[
-        str | None, typer.Option("--not-before", "--at", help="Start at this time or later (RFC 3339).", metavar="TIME")
+        str | None,
+        typer.Option("--not-before", "--at", help="Start at this time or later (RFC 3339).", metavar="TIME"),
     ] = None,
     cron: Annotated[
         str | None,
@@ -258,7 +285,8 @@ def submit(
     concurrency: Annotated[
         str | None,
         typer.Option(
-            help="If the job of the time before still runs: leave this time out, or cancel that job. Default: forbid.",
+            help="If the job of the time before still runs: leave this time out, or cancel that job. "
+            "Default: forbid.",
             metavar="forbid|replace",
         ),
     ] = None,
@@ -288,12 +316,15 @@ def submit(
     parameter_dtype: ParameterDtype = None,
     storage: Annotated[
         str | None,
-        typer.Option(help="Its files go to this path or URL. Default: below the cluster's storage.", metavar="URL"),
+        typer.Option(
+            help="Its files go to this path or URL. Default: below the cluster's storage.", metavar="URL"
+        ),
     ] = None,
     pre_task: Annotated[
         list[str] | None,
         typer.Option(
-            help="Run before its members are assigned, on an idle one: a shell command, or pkg.mod:function. Several run in turn.",
+            help="Run before its members are assigned, on an idle one: a shell command, or "
+            "pkg.mod:function. Several run in turn.",
             metavar="COMMAND",
         ),
     ] = None,
@@ -308,17 +339,24 @@ def submit(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Hand SCRIPT to a cluster as a job. It starts when the cluster has its parameter servers and enough trainers for it.
+    """Hand SCRIPT to a cluster as a job. It starts when the cluster has its parameter servers and enough
+    trainers for it.
 
-    The script is checked here first and is sent with the job. The cluster is that of TRIREME_URL (or --url; its token comes
-    from TRIREME_TOKEN or the file TRIREME_TOKEN_FILE), else the one that runs in the data folder. Settings come from where
-    `trireme run` takes them.
+    The script is checked here first and is sent with the job. The cluster is that of TRIREME_URL (or --url;
+    its token comes from TRIREME_TOKEN or the file TRIREME_TOKEN_FILE), else the one that runs in the data
+    folder. Settings come from where `trireme run` takes them.
 
-    With --cron a schedule is created instead: its jobs are called after it and their time (`trireme schedules`).
+    With --cron a schedule is created instead: its jobs are called after it and their time (`trireme
+    schedules`).
 
     With --wait the exit code tells the job's end: 0 COMPLETED, 1 FAILED, 9 CANCELLED.
     """
-    given = {**locals(), "after": tuple(after or ()), "preemptible": preemptible or None, "not_before_time": not_before}
+    given = {
+        **locals(),
+        "after": tuple(after or ()),
+        "preemptible": preemptible or None,
+        "not_before_time": not_before,
+    }
     given |= {"pre_tasks": pre_task or None, "post_tasks": post_task or None, "trackers": trackers or None}
     if check and script.is_file():  # said before the imports, which take a second
         print(f"checking {script}", file=sys.stderr)  # noqa: T201
@@ -371,7 +409,9 @@ def job_tasks(
     raise typer.Exit(list_job_tasks(job, task, data_dir, url, as_json=as_json))
 
 
-def pause(job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+def pause(
+    job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
     """Stop a job of a cluster with a checkpoint. Its members become free; `trireme resume` goes on."""
     from trireme.cli.cluster.jobs import act  # noqa: PLC0415
 
@@ -381,7 +421,8 @@ def pause(job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url
 def resume(
     job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url = None, as_json: Json = False
 ) -> None:
-    """Queue a paused job again, or one that failed for lack of members, storage or dataset. It goes on from its checkpoint."""
+    """Queue a paused job again, or one that failed for lack of members, storage or dataset. It goes on from
+    its checkpoint."""
     from trireme.cli.cluster.jobs import act  # noqa: PLC0415
 
     raise typer.Exit(act(job, "resume", wait_s, data_dir, url, as_json=as_json))
@@ -404,8 +445,11 @@ def delete(job: JobName, data_dir: DataDir = None, url: Url = None, as_json: Jso
 
 
 @schedules.callback(invoke_without_command=True)
-def _schedules(context: typer.Context, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
-    """The schedules of a cluster (`trireme submit --cron`): when each begins its next job, and what became of the last one."""
+def _schedules(
+    context: typer.Context, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
+    """The schedules of a cluster (`trireme submit --cron`): when each begins its next job, and what became of
+    the last one."""
     if context.invoked_subcommand is None:
         from trireme.cli.cluster.jobs import list_schedules  # noqa: PLC0415
 

@@ -1,5 +1,6 @@
-"""`trireme jobs | schedules | pool | pause | resume | cancel | delete`: asked of a cluster's leader, also right after `trireme up` and while
-another master takes over. `trireme up` shows the jobs as they run, one line for each."""
+"""`trireme jobs | schedules | pool | pause | resume | cancel | delete`: asked of a cluster's leader, also
+right after `trireme up` and while another master takes over. `trireme up` shows the jobs as they run, one
+line for each."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ from trireme.view.job_address import client_of
 from trireme.view.progress import LINE_EVERY_S, REFRESH_PER_SECOND, Progress, members_text, say
 from trireme.view.report import without_tokens
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.protocol.errors import DeadlineExceeded, NotFound, NotLeader, NotReady, PeerError, TriremeError
+from trireme_shared.protocol.errors import (
+    DeadlineExceeded,
+    NotFound,
+    NotLeader,
+    NotReady,
+    PeerError,
+    TriremeError,
+)
 from trireme_shared.protocol.records.cluster import Standing
 from trireme_shared.protocol.rest_cluster import PoolMemberView
 
@@ -79,7 +87,9 @@ def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     return answer(ask, show, data_dir, url, as_json=as_json)
 
 
-def list_job_tasks(name: str, task: str | None, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+def list_job_tasks(
+    name: str, task: str | None, data_dir: Path | None, url: str | None, *, as_json: bool
+) -> int:
     """`task`: only that one, with its output. Returns the exit code."""
 
     async def ask(cluster: AsyncClient) -> dict[str, Any]:
@@ -91,7 +101,9 @@ def list_job_tasks(name: str, task: str | None, data_dir: Path | None, url: str 
             if each["name"] == task:
                 return each
         known = ", ".join(each["name"] for each in found) or "none"
-        raise NotFound(f"job {name} has no task {task}; there are: {known}", hint=f"`trireme job-tasks {name}`")
+        raise NotFound(
+            f"job {name} has no task {task}; there are: {known}", hint=f"`trireme job-tasks {name}`"
+        )
 
     def show(console: Console, document: dict[str, Any]) -> None:
         if task is not None:
@@ -117,7 +129,9 @@ def drain(member: str, wait_s: float, data_dir: Path | None, url: str | None, *,
         now = await asked_again()
         while wait_s and now.state != "drained":
             if clock.monotonic() > deadline:
-                msg = f"{member} is still {now.state} {wait_s:g} s after it was drained: it runs job {now.job}"
+                msg = (
+                    f"{member} is still {now.state} {wait_s:g} s after it was drained: it runs job {now.job}"
+                )
                 raise DeadlineExceeded(msg, hint="it goes on; wait longer with --wait-s")
             await asyncio.sleep(POLL_S)
             now = await asked_again()
@@ -125,7 +139,9 @@ def drain(member: str, wait_s: float, data_dir: Path | None, url: str | None, *,
 
     def show(console: Console, now: dict[str, Any]) -> None:
         of = f": it leaves job {now['job']}" if now["job"] else ""
-        console.print(f"{now['member_id']} is {now['state']}{of}; `trireme pool undrain {member}` takes it back")
+        console.print(
+            f"{now['member_id']} is {now['state']}{of}; `trireme pool undrain {member}` takes it back"
+        )
 
     return _shown(run, show, as_json=as_json)
 
@@ -137,10 +153,14 @@ def undrain(member: str, data_dir: Path | None, url: str | None, *, as_json: boo
         await cluster.undrain_pool_member(member)
         return {}
 
-    return answer(ask, lambda console, _: console.print(f"{member} may get work again"), data_dir, url, as_json=as_json)
+    return answer(
+        ask, lambda console, _: console.print(f"{member} may get work again"), data_dir, url, as_json=as_json
+    )
 
 
-def act(name: str, action: Action, wait_s: float, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+def act(
+    name: str, action: Action, wait_s: float, data_dir: Path | None, url: str | None, *, as_json: bool
+) -> int:
     """Pause, resume or cancel; wait at most `wait_s` until it is done. Returns the exit code."""
 
     async def ask(cluster: AsyncClient) -> dict[str, Any]:
@@ -149,7 +169,10 @@ def act(name: str, action: Action, wait_s: float, data_dir: Path | None, url: st
         deadline = clock.monotonic() + wait_s
         while wait_s and job["standing"] not in REACHED[action]:
             if clock.monotonic() > deadline:
-                msg = f"job {name} is still {job['state']} {wait_s:g} s after `trireme {action}`: {job['reason']}"
+                msg = (
+                    f"job {name} is still {job['state']} {wait_s:g} s after `trireme {action}`: "
+                    f"{job['reason']}"
+                )
                 raise DeadlineExceeded(msg, hint="it goes on; wait longer with --wait-s")
             await asyncio.sleep(POLL_S)
             job = await _now(name, data_dir, url) or job
@@ -211,7 +234,9 @@ def _standing(state: str) -> Standing:
     try:
         return Standing(state.upper())
     except ValueError:
-        raise UsageError(f"--state {state}: give one of {', '.join(each.lower() for each in Standing)}") from None
+        raise UsageError(
+            f"--state {state}: give one of {', '.join(each.lower() for each in Standing)}"
+        ) from None
 
 
 def _show_job(console: Console, job: dict[str, Any]) -> None:
@@ -285,7 +310,8 @@ class JobLines(Protocol):
 
 
 class PlainLines:
-    """For logs and pipes: a line when the state of a job changes, and one every LINE_EVERY_S seconds for each that runs."""
+    """For logs and pipes: a line when the state of a job changes, and one every LINE_EVERY_S seconds for each
+    that runs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -314,7 +340,9 @@ class LiveLines:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
+        self._live = Live(
+            Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True
+        )
         self._live.start()
 
     def show(self, jobs: Sequence[Job], now: float) -> None:  # noqa: ARG002  rich draws at its own rate
@@ -325,7 +353,9 @@ class LiveLines:
         grid = Table.grid(padding=(0, 2))
         for job in ordered[:SHOWN]:
             name, state, fraction, doing, members = columns_of(job)
-            grid.add_row(Text(name, style="bold"), Text(state), Text(fraction), Text(doing), Text(members, style="dim"))
+            grid.add_row(
+                Text(name, style="bold"), Text(state), Text(fraction), Text(doing), Text(members, style="dim")
+            )
         more = len(ordered) - SHOWN
         self._live.update(Group(grid, Text(f"and {more} more", style="dim")) if more > 0 else grid)
 
@@ -343,10 +373,14 @@ def job_lines() -> JobLines:
 
 
 async def ask_leader(
-    ask: Callable[[AsyncClient], Awaitable[A]], data_dir: Path | None, url: str | None, limit_s: float = LEADER_S
+    ask: Callable[[AsyncClient], Awaitable[A]],
+    data_dir: Path | None,
+    url: str | None,
+    limit_s: float = LEADER_S,
 ) -> A:
-    """What `ask` answers. While no master leads, it is asked again, so it must do no harm when repeated. Raises DeadlineExceeded if
-    that lasts for `limit_s`; NotFound: no cluster runs here; PeerError: nothing answers at a URL that was given; what `ask` raises."""
+    """What `ask` answers. While no master leads, it is asked again, so it must do no harm when repeated.
+    Raises DeadlineExceeded if that lasts for `limit_s`; NotFound: no cluster runs here; PeerError: nothing
+    answers at a URL that was given; what `ask` raises."""
     deadline, told = clock.monotonic() + limit_s, False
     given = bool(url or os.environ.get("TRIREME_URL"))
     while True:
@@ -359,7 +393,9 @@ async def ask_leader(
                 raise
             if clock.monotonic() > deadline:
                 msg = f"waited {limit_s:g} s for a master to lead the cluster: {error.message}"
-                raise DeadlineExceeded(msg, hint="`trireme up` shows whether it runs; its logs say more") from error
+                raise DeadlineExceeded(
+                    msg, hint="`trireme up` shows whether it runs; its logs say more"
+                ) from error
             if not told:
                 say(f"waiting up to {limit_s:g} s for a master to lead the cluster: {error.message}")
             told = True
@@ -368,4 +404,6 @@ async def ask_leader(
 
 def _passes(error: PeerError, *, given: bool) -> bool:
     """Whether the next leader will do better. The cluster of a folder is known to run; a URL may be wrong."""
-    return isinstance(error, NotLeader | NotReady) or (not given and type(error) in (PeerError, DeadlineExceeded))
+    return isinstance(error, NotLeader | NotReady) or (
+        not given and type(error) in (PeerError, DeadlineExceeded)
+    )

@@ -39,7 +39,9 @@ def check_places(request: LauncherRequest, trainers: int | None, pservers: int |
         raise UsageError(f"--launcher {request.kind}: give one of {', '.join(KINDS)}")
     most = {"trainers": (trainers, request.max_trainers), "pservers": (pservers, request.max_pservers)}
     if request.kind == "none" and any(count is not None for pair in most.values() for count in pair):
-        raise UsageError("--launcher none starts no places: leave --trainers, --pservers and their --max- out")
+        raise UsageError(
+            "--launcher none starts no places: leave --trainers, --pservers and their --max- out"
+        )
     for name, (least, limit) in most.items():
         if least is not None and limit is not None and limit < least:
             raise UsageError(f"--max-{name} {limit} is less than --{name} {least}")
@@ -61,7 +63,9 @@ def check_settings(request: LauncherRequest, settings: Mapping[str, Setting]) ->
         )
     for name in ("host", "advertise"):
         if name in settings:
-            raise UsageError(f"--{name} is not for --launcher ray: members have the addresses of their Ray nodes")
+            raise UsageError(
+                f"--{name} is not for --launcher ray: members have the addresses of their Ray nodes"
+            )
 
 
 def pool_of(

@@ -1,4 +1,5 @@
-"""`trireme submit SCRIPT`: settings -> inspection of the script -> createJob at a cluster's leader -> the job's name, or its end.
+"""`trireme submit SCRIPT`: settings -> inspection of the script -> createJob at a cluster's leader -> the
+job's name, or its end.
 
 The script travels with the job, and so do the modules of its folder that it imports.
 """
@@ -58,8 +59,8 @@ AWAY_S = 60.0  # how long a waiting command goes on while no leader answers
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequest:
-    """The command line; flags that were not given are None. `scheduling`: fields of Scheduling. `schedule`: fields of JobSchedule;
-    with a `cron` a schedule is created."""
+    """The command line; flags that were not given are None. `scheduling`: fields of Scheduling. `schedule`:
+    fields of JobSchedule; with a `cron` a schedule is created."""
 
     script: Path
     flags: Mapping[str, Any]
@@ -108,7 +109,9 @@ async def _submit(request: SubmitRequest) -> int:
     if schedule:
         wanted = body_of(CreateSchedule, **body, **schedule)
         made = await ask_leader(lambda cluster: cluster.create_schedule(wanted, key=key), *where)
-        text = f"schedule {made.name} begins its first job at {made.next_time}; `trireme schedules` lists them"
+        text = (
+            f"schedule {made.name} begins its first job at {made.next_time}; `trireme schedules` lists them"
+        )
         print(json.dumps(made.model_dump(mode="json")) if request.as_json else text)  # noqa: T201
         return exit_codes.OK
     asked = body_of(CreateJob, **body)
@@ -164,11 +167,15 @@ def request_body(
         settings | {"job": Setting(job, "--name")},
         script=str(request.script.absolute()),
         dataset=_absolute(inspection.dataset),
-        evaluation_dataset=_absolute(inspection.evaluation_dataset) if inspection.evaluation_dataset else None,
+        evaluation_dataset=_absolute(inspection.evaluation_dataset)
+        if inspection.evaluation_dataset
+        else None,
         storage="-",
     )
     if spec.dispatch is Dispatch.ETCD:
-        raise UsageError("dispatch etcd is for jobs without a master (`trireme run`); a cluster's jobs have one")
+        raise UsageError(
+            "dispatch etcd is for jobs without a master (`trireme run`); a cluster's jobs have one"
+        )
     functions = [task.function.partition(":")[0] for task in spec.named_tasks.values() if task.function]
     functions += [tracker.kind.partition(":")[0] for tracker in spec.trackers if tracker.is_own]
     document: dict[str, Any] = {
@@ -192,7 +199,8 @@ def _absolute(dataset: dict[str, Any]) -> dict[str, Any]:
 
 
 def _script_of(script: Path, functions: Iterable[str]) -> dict[str, Any]:
-    """The script and the modules of its folder that it imports, or that have functions of tasks. Raises InvalidArgument."""
+    """The script and the modules of its folder that it imports, or that have functions of tasks. Raises
+    InvalidArgument."""
     source = read_source(script, functions)
     if source.modules:
         say(f"sent with {script.name}: {', '.join(source.modules)}")

@@ -1,6 +1,8 @@
-"""`trireme up`: a cluster on this machine in the foreground, or detached. `trireme down` ends it from elsewhere.
+"""`trireme up`: a cluster on this machine in the foreground, or detached. `trireme down` ends it from
+elsewhere.
 
-settings -> folder locked -> LocalPool -> cluster.json for other commands -> one line a job, until Ctrl-C, SIGTERM or an error
+settings -> folder locked -> LocalPool -> cluster.json for other commands -> one line a job, until Ctrl-C,
+SIGTERM or an error
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ async def _up(request: UpRequest) -> int:
         find_binary()
     data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else None
     with cluster_folder.opened(data_dir) as folder, told_if_full(folder):
-        storage = files.absolute(str(settings["storage"].value)) if "storage" in settings else str(folder / "jobs")
+        storage = (
+            files.absolute(str(settings["storage"].value)) if "storage" in settings else str(folder / "jobs")
+        )
         await _check_storage(storage)
         asked = PoolRequest(
             trainers,
@@ -114,11 +118,19 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
             url = await pool.leader_url()
             cluster_folder.publish(pool.folder, url, pool.etcd_access)
             if as_json:
-                document = {"url": url, **pool.etcd_access.facts(), "pid": os.getpid(), "folder": str(pool.folder)}
+                document = {
+                    "url": url,
+                    **pool.etcd_access.facts(),
+                    "pid": os.getpid(),
+                    "folder": str(pool.folder),
+                }
                 print(json.dumps(document), flush=True)  # noqa: T201
             places = "host agents started by hand"
             if pool.request.hosts:
-                places = f"places for {in_words('trainer', pool.request.trainers)} and {in_words('pserver', pool.request.pservers)}"
+                places = (
+                    f"places for {in_words('trainer', pool.request.trainers)} and "
+                    f"{in_words('pserver', pool.request.pservers)}"
+                )
             screen.event(f"cluster at {url} with {places}, logs in {pool.logs}")
             screen.event("submit a job with: trireme submit SCRIPT")
             where = f"TRIREME_URL={url}"
@@ -127,7 +139,9 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
                 where += f" TRIREME_TOKEN_FILE={file}"
                 screen.event(f"in a browser: {url}, with the token in {file}")
             screen.event(f"elsewhere: {where}")
-            pool.run_beside(pool.publish(lambda url: cluster_folder.publish(pool.folder, url, pool.etcd_access)))
+            pool.run_beside(
+                pool.publish(lambda url: cluster_folder.publish(pool.folder, url, pool.etcd_access))
+            )
             pool.run_beside(_draw(pool, screen, unfinished))
             await pool.wait()
     finally:
@@ -166,7 +180,8 @@ async def _draw(pool: LocalPool, screen: JobLines, unfinished: set[str]) -> None
 
 @contextlib.contextmanager
 def _interruptible(pool: LocalPool, screen: JobLines) -> Iterator[None]:
-    """Ctrl-C, SIGTERM or a closed terminal: the members save and leave, then everything ends. A second one kills all at once."""
+    """Ctrl-C, SIGTERM or a closed terminal: the members save and leave, then everything ends. A second one
+    kills all at once."""
     run, loop, count = asyncio.current_task(), asyncio.get_running_loop(), 0
     assert run is not None
     terminal = Terminal()
@@ -176,7 +191,9 @@ def _interruptible(pool: LocalPool, screen: JobLines) -> Iterator[None]:
         count += 1
         terminal.silence_if_closed()
         if count == 1:
-            screen.event("stopping: jobs save a checkpoint and their members leave; interrupt again to stop at once")
+            screen.event(
+                "stopping: jobs save a checkpoint and their members leave; interrupt again to stop at once"
+            )
             run.cancel()
         else:
             pool.kill_all()
@@ -209,14 +226,16 @@ async def _check_storage(url: str) -> None:
 
 
 def up_detached(arguments: list[str], data_dir: Path | None, *, as_json: bool) -> int:
-    """Run `trireme` with these arguments (`up ...`) in a session of its own; returns the exit code once a master leads, or it has
-    ended."""
+    """Run `trireme` with these arguments (`up ...`) in a session of its own; returns the exit code once a
+    master leads, or it has ended."""
     try:
         facts = asyncio.run(_detached(arguments, data_dir))
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     document = cluster_folder.describe(facts)
-    text = f"cluster at {facts.url} (process {facts.pid}), log in {facts.folder / LOG}; `trireme down` ends it"
+    text = (
+        f"cluster at {facts.url} (process {facts.pid}), log in {facts.folder / LOG}; `trireme down` ends it"
+    )
     print(json.dumps(document) if as_json else text)  # noqa: T201
     return exit_codes.OK
 
@@ -230,10 +249,14 @@ async def _detached(arguments: list[str], data_dir: Path | None) -> cluster_fold
         private_files.make_folder(folder)
         log = private_files.open_private(folder / LOG, "wb")
     except OSError as error:
-        msg = f"the data directory {folder.parent} cannot be written: {error.strerror}; choose another with --data-dir"
+        msg = (
+            f"the data directory {folder.parent} cannot be written: {error.strerror}; choose another "
+            "with --data-dir"
+        )
         raise UsageError(msg) from error
     with log:
-        process = subprocess.Popen(  # noqa: S603, ASYNC220  our own interpreter and module; it outlives this process
+        # ASYNC220  our own interpreter and module; it outlives this process
+        process = subprocess.Popen(  # noqa: S603,
             [*PYTHON_MODULE, "trireme", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -248,7 +271,9 @@ async def _detached(arguments: list[str], data_dir: Path | None) -> cluster_fold
             return facts
         await asyncio.sleep(LOOK_S)
     process.terminate()
-    raise DeadlineExceeded(f"no master leads the cluster after {START_TIMEOUT_S:g} s: {tail_of(folder / LOG)}")
+    raise DeadlineExceeded(
+        f"no master leads the cluster after {START_TIMEOUT_S:g} s: {tail_of(folder / LOG)}"
+    )
 
 
 def down(data_dir: Path | None, wait_s: float, *, as_json: bool) -> int:

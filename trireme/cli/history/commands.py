@@ -1,4 +1,5 @@
-"""The commands about logs, events and metrics (TensorBoard, too): their options. This module loads neither torch nor pydantic."""
+"""The commands about logs, events and metrics (TensorBoard, too): their options. This module loads neither
+torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ def logs(
     member: Annotated[
         str | None,
         typer.Argument(
-            help="trainer-0, pserver, master-0, etcd, ... Default: all, in the order of time.", metavar="[MEMBER]"
+            help="trainer-0, pserver, master-0, etcd, ... Default: all, in the order of time.",
+            metavar="[MEMBER]",
         ),
     ] = None,
     follow: Follow = False,
     since: Annotated[
-        str | None, typer.Option(help="Only lines since then: 90s, 10m, 2h, 1d, or an RFC 3339 time.", metavar="TIME")
+        str | None,
+        typer.Option(help="Only lines since then: 90s, 10m, 2h, 1d, or an RFC 3339 time.", metavar="TIME"),
     ] = None,
     tail: Annotated[
         int, typer.Option(help="At most so many lines of before.", min=0, max=1_000_000, metavar="N")
@@ -40,8 +43,8 @@ def logs(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """What members wrote, dead ones included: their logs, and what the script printed. Of members on this machine, or with --url or
-    TRIREME_URL of those on the master's."""
+    """What members wrote, dead ones included: their logs, and what the script printed. Of members on this
+    machine, or with --url or TRIREME_URL of those on the master's."""
     from trireme.cli.history.logs import logs as show  # noqa: PLC0415
 
     raise typer.Exit(show(member, job, data_dir, url, follow=follow, since=since, tail=tail, as_json=as_json))
@@ -82,9 +85,11 @@ def metrics(
     data_dir: DataDir = None,
     url: Url = None,
 ) -> None:
-    """What was measured step by step: loss, what the script logs, learning rate, ... The job may run, or have ended.
+    """What was measured step by step: loss, what the script logs, learning rate, ... The job may run, or have
+    ended.
 
-    Default: a table of the last values. A chart without --name shows losses, the script's own metrics and evaluations.
+    Default: a table of the last values. A chart without --name shows losses, the script's own metrics and
+    evaluations.
     """
     if as_csv + as_json + plot > 1:
         raise typer.BadParameter("give one of --csv, --json and --plot")
@@ -98,17 +103,21 @@ def metrics(
 
 def tensorboard(
     jobs: Annotated[
-        list[str] | None, typer.Argument(help="Names of jobs. Default: the one started last.", metavar="[JOB]...")
+        list[str] | None,
+        typer.Argument(help="Names of jobs. Default: the one started last.", metavar="[JOB]..."),
     ] = None,
     port: Annotated[int, typer.Option(help="Of TensorBoard.", min=1, max=65535, metavar="P")] = 6006,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Only write event files of what is known now below this folder.", metavar="DIR"),
+        typer.Option(
+            "--out", help="Only write event files of what is known now below this folder.", metavar="DIR"
+        ),
     ] = None,
     data_dir: DataDir = None,
     url: Url = None,
 ) -> None:
-    """TensorBoard on this machine, with the metrics of jobs that run or have ended; it follows them until Ctrl-C.
+    """TensorBoard on this machine, with the metrics of jobs that run or have ended; it follows them until
+    Ctrl-C.
 
     Needs `pip install 'trireme[tensorboard]'`.
     """
@@ -139,7 +148,8 @@ def track(
 def list_runs(data_dir: DataDir = None, as_json: Json = False) -> None:
     """The runs of this folder, newest first: name, state, when they started and ended, result, folder.
 
-    RUNNING, COMPLETED, FAILED, or STOPPED: unfinished, and nobody runs it now; the command that started it resumes it.
+    RUNNING, COMPLETED, FAILED, or STOPPED: unfinished, and nobody runs it now; the command that started it
+    resumes it.
     """
     from trireme.cli.queries import list_runs as show  # noqa: PLC0415
 

@@ -1,7 +1,9 @@
 """`trireme logs` and `trireme events`: what members wrote, and what happened.
 
-logs      of this machine's data folder, or of a master elsewhere that is named: by its REST API, also through changes of the master
-          listing ─► each log from its end backwards, until enough ─► shown by time ─► listing: what has grown is read on ─► ...
+logs      of this machine's data folder, or of a master elsewhere that is named: by its REST API, also through
+    changes of the master
+          listing ─► each log from its end backwards, until enough ─► shown by time
+              ─► listing: what has grown is read on ─► ...
 events    from the job's master, or as the run kept them beside its result: its master ended with it
 """
 
@@ -62,7 +64,13 @@ def logs(
         if given := url or (os.environ.get("TRIREME_URL") if data_dir is None else None):
             asyncio.run(
                 follow_logs(
-                    given, job, member or "", tail, _since(since), partial(_print_lines, as_json=as_json), follow=follow
+                    given,
+                    job,
+                    member or "",
+                    tail,
+                    _since(since),
+                    partial(_print_lines, as_json=as_json),
+                    follow=follow,
                 )
             )
             return exit_codes.OK
@@ -72,7 +80,9 @@ def logs(
             others = ", ".join(Logs(partial(_paths, folders)).members) or "none"
             what = f"of {member} " if member else ""
             msg = f"there is no log {what}in {' or '.join(map(str, folders))}; there are: {others}"
-            raise NotFound(msg, hint="logs of members on other hosts lie in the data folder of their host agent")
+            raise NotFound(
+                msg, hint="logs of members on other hosts lie in the data folder of their host agent"
+            )
         _print_lines(found.last(tail, _since(since)), as_json=as_json)
         while follow:
             _print_lines(found.news(), as_json=as_json)
@@ -92,10 +102,15 @@ def forget_output() -> None:
 
 
 def _folders(job: str | None, data_dir: Path | None) -> list[Path]:
-    """Where the logs of the job's members lie: of a job of the cluster here, or of a run. Raises NotFound, InvalidArgument."""
+    """Where the logs of the job's members lie: of a job of the cluster here, or of a run. Raises NotFound,
+    InvalidArgument."""
     if target_in_cluster(job, data_dir) is not None:
         place = cluster_folder.place_of(data_dir)
-        return [place / "host" / "logs" / checked_name(job)] if job else [place / "logs", place / "host" / "logs"]
+        return (
+            [place / "host" / "logs" / checked_name(job)]
+            if job
+            else [place / "logs", place / "host" / "logs"]
+        )
     return [run_folder.find_run(data_dir, job)[0] / "logs"]
 
 
@@ -121,8 +136,11 @@ def _print_lines(lines: Iterable[Line], *, as_json: bool) -> None:
         print(json.dumps(shown) if as_json else f"{line.member}  {line.text}", flush=True)  # noqa: T201
 
 
-def events(job: str | None, data_dir: Path | None, url: str | None, *, after: int, follow: bool, as_json: bool) -> int:
-    """The exit code. Those of the job that is meant: from its master, or as its run kept them when it ended."""
+def events(
+    job: str | None, data_dir: Path | None, url: str | None, *, after: int, follow: bool, as_json: bool
+) -> int:
+    """The exit code. Those of the job that is meant: from its master, or as its run kept them when it
+    ended."""
     telemetry.configure(level="ERROR", json=False)
     try:
         folder = local_run(job, data_dir, url)
@@ -130,7 +148,9 @@ def events(job: str | None, data_dir: Path | None, url: str | None, *, after: in
         if kept is not None:
             _print_events([event for event in kept if event.event_id > after], as_json=as_json)
             return exit_codes.OK
-        asyncio.run(follow_events(partial(job_target, job, data_dir, url), after, follow=follow, as_json=as_json))
+        asyncio.run(
+            follow_events(partial(job_target, job, data_dir, url), after, follow=follow, as_json=as_json)
+        )
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     except BrokenPipeError:
@@ -147,8 +167,8 @@ def _print_events(events: Iterable[EventRecord], *, as_json: bool) -> None:
 
 
 async def follow_events(target: Callable[[], Target], after: int, *, follow: bool, as_json: bool) -> None:
-    """Print the events of a job, and with `follow` those that come. The master is looked up again when another one leads. Raises
-    PeerError after LOST_S without an answer."""
+    """Print the events of a job, and with `follow` those that come. The master is looked up again when
+    another one leads. Raises PeerError after LOST_S without an answer."""
     heard = clock.monotonic()
     while True:
         try:
@@ -173,7 +193,8 @@ async def follow_events(target: Callable[[], Target], after: int, *, follow: boo
 
 
 class RemoteLogs:
-    """The logs of a job, those that appear later too. `wanted`: the member or members whose logs are meant; "": all."""
+    """The logs of a job, those that appear later too. `wanted`: the member or members whose logs are meant;
+    "": all."""
 
     def __init__(self, client: AsyncClient, job: str, wanted: str) -> None:
         self._client, self._job, self._wanted = client, job, wanted
@@ -181,7 +202,11 @@ class RemoteLogs:
         self._read: dict[str, list[Line]] = {}  # and not given yet
 
     async def names(self, wanted: str = "") -> list[str]:
-        return [view.log async for view in self._client.list_logs(self._job) if not wanted or is_of(view.log, wanted)]
+        return [
+            view.log
+            async for view in self._client.list_logs(self._job)
+            if not wanted or is_of(view.log, wanted)
+        ]
 
     async def last(self, count: int, since: str) -> list[Line]:
         """At most `count`, none before `since`, in the order of time."""
@@ -190,7 +215,8 @@ class RemoteLogs:
         return lines[-count:] if count else []
 
     async def news(self) -> list[Line]:
-        """What was written since `last`, or since the `news` before. After an error, what was read comes with the next ones."""
+        """What was written since `last`, or since the `news` before. After an error, what was read comes with
+        the next ones."""
         async for view in self._grown():
             await self._read_news(view.log)
         found, self._read = self._read, {}
@@ -232,7 +258,8 @@ async def follow_logs(
     *,
     follow: bool,
 ) -> None:
-    """Shows the last lines, and with `follow` what comes. Raises NotFound; PeerError if nobody answers, while it follows after LOST_S."""
+    """Shows the last lines, and with `follow` what comes. Raises NotFound; PeerError if nobody answers, while
+    it follows after LOST_S."""
     root, _, named = url.partition(JOBS)
     async with AsyncClient(root) as client:
         name = checked_name(job or named.strip("/")) if job or named else (await client.get_job(ONLY_JOB)).job
@@ -240,8 +267,13 @@ async def follow_logs(
         if not await logs.names(wanted):
             there = await logs.names()
             others = ", ".join(there[:NAMES]) + (", ..." if len(there) > NAMES else "")
-            msg = f"the master has no log {f'of {wanted} ' if wanted else ''}of job {name}; it has: {others or 'none'}"
-            raise NotFound(msg, hint="logs of members on other hosts lie in the data folder of their host agent")
+            msg = (
+                f"the master has no log {f'of {wanted} ' if wanted else ''}of job {name}; it has: "
+                f"{others or 'none'}"
+            )
+            raise NotFound(
+                msg, hint="logs of members on other hosts lie in the data folder of their host agent"
+            )
         show(await logs.last(tail, since))
         heard = clock.monotonic()
         while follow:
@@ -272,7 +304,9 @@ async def all_events(connect: Connect) -> list[EventRecord]:
 def keep_events(folder: Path, events: list[EventRecord]) -> None:
     """A disk that is full costs the events, not the run."""
     with contextlib.suppress(OSError):
-        run_folder.write_json(folder / EVENTS_FILE, {"events": [event.model_dump(mode="json") for event in events]})
+        run_folder.write_json(
+            folder / EVENTS_FILE, {"events": [event.model_dump(mode="json") for event in events]}
+        )
 
 
 def kept_events(folder: Path) -> list[EventRecord] | None:

@@ -1,8 +1,9 @@
-"""`trireme metrics` and `trireme tensorboard`: the metrics of a job by step, of its master, or from its storage if nobody leads it (any
-more). Both sources give the same documents (`SeriesSummary`, `SeriesPoint`).
+"""`trireme metrics` and `trireme tensorboard`: the metrics of a job by step, of its master, or from its
+storage if nobody leads it (any more). Both sources give the same documents (`SeriesSummary`, `SeriesPoint`).
 
 table: the last values       csv, json: all points       plot: a chart of each       follow: again and again until the job's end
-TensorBoard: each point once, in an event file in a folder for each job; TensorBoard on this machine reads the folder of all
+TensorBoard: each point once, in an event file in a folder for each job; TensorBoard on this machine reads the
+folder of all
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class OfMaster:
         return await self._query(name, first, LAST_STEP, ALL, "epoch")
 
     async def _query(self, name: str, first: int, last: int, most: int, by: str = "step") -> list[Row]:
-        found = await self._client.query_metric(self._job, name, from_step=first, to_step=last, points=most, by=by)
+        found = await self._client.query_metric(
+            self._job, name, from_step=first, to_step=last, points=most, by=by
+        )
         return [point.model_dump() for point in found.points]
 
 
@@ -151,9 +154,10 @@ class Found:
     by: str = "step"
 
     async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
-        """The points of a metric of the source's list from step `first` on, `most` of them at most; None: all that are kept."""
-        # the job may have gone back to before its first step since; what is no sum over a step's records, and asynchronous jobs, have no
-        # epochs
+        """The points of a metric of the source's list from step `first` on, `most` of them at most; None: all
+        that are kept."""
+        # the job may have gone back to before its first step since; what is no sum over a step's records, and
+        # asynchronous jobs, have no epochs
         with suppress(NotFound):
             if self.by == "step":
                 return await self.source.points(name, first, most)
@@ -198,7 +202,9 @@ def metrics(
 
 
 @asynccontextmanager
-async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, by: str) -> AsyncIterator[Found]:
+async def find_metrics(
+    job: str | None, data_dir: Path | None, url: str | None, by: str
+) -> AsyncIterator[Found]:
     """Open the metrics of the job that is meant. Raises TriremeError."""
     try:
         target = job_target(job, data_dir, url)
@@ -207,7 +213,9 @@ async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, 
         return
     async with open_job(target.address, token=target.token) as (client, name):
         if not isinstance(client, AsyncClient):
-            raise Conflict("jobs without a master keep no metrics by step", hint="`trireme status` tells the loss")
+            raise Conflict(
+                "jobs without a master keep no metrics by step", hint="`trireme status` tells the loss"
+            )
         view = await client.get_job(name)
         yield Found(view.job, OfMaster(client, name), has_ended(view), by)
 
@@ -220,7 +228,8 @@ async def stored(spec: JobSpec, by: str) -> Found:
 
 
 async def loss_chart(storage: str) -> str:
-    """The chart of the loss of a job that has ended, for a terminal; "" if there is nothing to draw, or its storage does not answer."""
+    """The chart of the loss of a job that has ended, for a terminal; "" if there is nothing to draw, or its
+    storage does not answer."""
     try:
         source = OfStorage(await read_all(StoredSeries(storage)))
         rows = await source.points(LOSS, most=2 * shutil.get_terminal_size().columns)
@@ -236,7 +245,9 @@ async def _show(opened: Open, wanted: Sequence[str], form: Form) -> None:
         await show_points(opened, wanted, _line_writer(form))
     else:
         async with opened() as found:
-            points = [(each["name"], await found.points(each["name"])) for each in await _wanted(found, wanted)]
+            points = [
+                (each["name"], await found.points(each["name"])) for each in await _wanted(found, wanted)
+            ]
             told = [{"name": name, "points": rows} for name, rows in points if rows]
             print(json.dumps({"job": found.job, "by": found.by, "metrics": told}))  # noqa: T201
 
@@ -249,8 +260,9 @@ async def show_points(opened: Open, wanted: Sequence[str], write: Write) -> None
 
 
 async def follow_points(opened: Open, wanted: Sequence[str], write: Write) -> None:
-    """Each point once, when there is a later one or the job has ended; also through changes of the master and rollbacks: steps that are
-    trained again are not told again. Raises PeerError after LOST_S without an answer."""
+    """Each point once, when there is a later one or the job has ended; also through changes of the master and
+    rollbacks: steps that are trained again are not told again. Raises PeerError after LOST_S without an
+    answer."""
     heard, begins = clock.monotonic(), dict[str, int]()
     while True:
         try:
@@ -293,10 +305,14 @@ async def _wanted(found: Found, wanted: Sequence[str], *, none_yet: bool = False
     """Raises NotFound for a name that nothing has, unless it may still come."""
     there = await found.source.summaries()
     for pattern in wanted:
-        if not any(fnmatchcase(each["name"], pattern) for each in there) and not (none_yet and not found.over):
+        if not any(fnmatchcase(each["name"], pattern) for each in there) and not (
+            none_yet and not found.over
+        ):
             names = ", ".join(each["name"] for each in there) or "none yet"
             raise NotFound(f"job {found.job} has no metric {pattern}; it has: {names}")
-    return [each for each in there if not wanted or any(fnmatchcase(each["name"], pattern) for pattern in wanted)]
+    return [
+        each for each in there if not wanted or any(fnmatchcase(each["name"], pattern) for pattern in wanted)
+    ]
 
 
 async def drawn(opened: Open, wanted: Sequence[str], form: Form) -> str:
@@ -312,8 +328,13 @@ async def _text(found: Found, wanted: Sequence[str], form: Form) -> str:
 
 
 async def _table(found: Found, summaries: Sequence[Row], _: bool) -> str:
-    rows, braille = [("metric", found.by, "last", "lowest", "highest", "trend")], shows_braille(sys.stdout.encoding)
-    for summary in sorted(summaries, key=lambda each: (each["name"] != LOSS, is_own(each["name"]), each["name"])):
+    rows, braille = (
+        [("metric", found.by, "last", "lowest", "highest", "trend")],
+        shows_braille(sys.stdout.encoding),
+    )
+    for summary in sorted(
+        summaries, key=lambda each: (each["name"] != LOSS, is_own(each["name"]), each["name"])
+    ):
         points = await found.points(summary["name"], most=SAMPLES)
         if not points:
             continue  # to be trained again
@@ -328,7 +349,10 @@ async def _table(found: Found, summaries: Sequence[Row], _: bool) -> str:
                     str(last["last_step"] if found.by == "step" else found.place(last)),
                     number(last["mean"]),
                 ),
-                *(number(min(point["least"] for point in points)), number(max(point["most"] for point in points))),
+                *(
+                    number(min(point["least"] for point in points)),
+                    number(max(point["most"] for point in points)),
+                ),
                 sparkline([point["mean"] for point in points], TREND, braille=braille),
             )
         )
@@ -353,7 +377,9 @@ async def _charts(found: Found, summaries: Sequence[Row], named: bool) -> str:
     for name in sorted(names, key=lambda each: (each != LOSS, each)):
         points = [(found.place(row), row["mean"]) for row in await found.points(name, most=2 * size.columns)]
         if points:
-            drawn.append("\n".join(chart(name, points, size.columns, braille=braille, unit=found.by, **several)))
+            drawn.append(
+                "\n".join(chart(name, points, size.columns, braille=braille, unit=found.by, **several))
+            )
     return "\n\n".join(drawn)
 
 
@@ -376,13 +402,20 @@ def _line_writer(form: Form) -> Write:
     return write_csv
 
 
-def tensorboard(jobs: Sequence[str], data_dir: Path | None, url: str | None, *, port: int, out: Path | None) -> int:
-    """The exit code. `out`: only write the event files of what is known now, into a folder for each job there."""
+def tensorboard(
+    jobs: Sequence[str], data_dir: Path | None, url: str | None, *, port: int, out: Path | None
+) -> int:
+    """The exit code. `out`: only write the event files of what is known now, into a folder for each job
+    there."""
     telemetry.configure(level="ERROR", json=False)
     try:
         if importlib.util.find_spec("tensorboard") is None:
-            raise InvalidArgument("TensorBoard is not installed here", hint="pip install 'trireme[tensorboard]'")
-        sources = [partial(find_metrics, job, data_dir, url, "step") for job in dict.fromkeys(jobs) or (None,)]
+            raise InvalidArgument(
+                "TensorBoard is not installed here", hint="pip install 'trireme[tensorboard]'"
+            )
+        sources = [
+            partial(find_metrics, job, data_dir, url, "step") for job in dict.fromkeys(jobs) or (None,)
+        ]
         if out is not None:
             asyncio.run(_export(sources, out))
             return exit_codes.OK
@@ -391,7 +424,9 @@ def tensorboard(jobs: Sequence[str], data_dir: Path | None, url: str | None, *, 
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=False)
     except OSError as error:
-        return exit_codes.report_error(InvalidArgument(f"event files cannot be written: {error}"), as_json=False)
+        return exit_codes.report_error(
+            InvalidArgument(f"event files cannot be written: {error}"), as_json=False
+        )
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
 
@@ -405,9 +440,12 @@ async def _export(sources: Iterable[Open], out: Path) -> None:
 
 
 async def _serve(sources: Iterable[Open], folder: Path, port: int) -> int:
-    """Until TensorBoard ends. Raises TriremeError if a job is not there; what happens to it later is only told."""
+    """Until TensorBoard ends. Raises TriremeError if a job is not there; what happens to it later is only
+    told."""
     with ExitStack() as stack:
-        files = [(source, stack.enter_context(EventFiles(folder / await _name(source)))) for source in sources]
+        files = [
+            (source, stack.enter_context(EventFiles(folder / await _name(source)))) for source in sources
+        ]
         following = [asyncio.ensure_future(_follow(source, each)) for source, each in files]
         arguments = ("--logdir", str(folder), "--host", HOST, "--port", str(port), "--reload_interval", "2")
         server = await asyncio.create_subprocess_exec(sys.executable, "-m", "tensorboard.main", *arguments)

@@ -1,4 +1,5 @@
-"""Trackers of a run: whether they can be used, before it begins; the rest of its metrics and its end, after it; and `trireme track`.
+"""Trackers of a run: whether they can be used, before it begins; the rest of its metrics and its end, after
+it; and `trireme track`.
 
 What follows a job while it trains is its leader's (master_service/control/tracking.py).
 """
@@ -73,8 +74,8 @@ async def _check_own(spec: JobSpec) -> None:
 async def finish_trackers(
     spec: JobSpec, document: Mapping[str, Any], limit_s: float = FINISH_S, *, anew: bool = False
 ) -> bool:
-    """They get what they lack, and the end of a job that nobody leads; says what is late. Whether all have all. `anew`: also
-    if the trackers of the job were told its end."""
+    """They get what they lack, and the end of a job that nobody leads; says what is late. Whether all have
+    all. `anew`: also if the trackers of the job were told its end."""
     if not spec.trackers or (not anew and await asyncio.to_thread(lambda: Memory(spec.storage).ended)):
         return True
     result = {name: document.get(name) for name in TOLD if document.get(name) is not None}
@@ -99,7 +100,9 @@ def _ignore(_: Sequence[Event]) -> None:
     """What is late in the end is said then."""
 
 
-def track(job: str | None, data_dir: Path | None, url: str | None, trackers: Sequence[str], limit_s: float) -> int:
+def track(
+    job: str | None, data_dir: Path | None, url: str | None, trackers: Sequence[str], limit_s: float
+) -> int:
     """The exit code. `trackers`: as in the setting; empty: the job's own."""
     telemetry.configure(level="ERROR", json=False)
     try:
@@ -137,7 +140,9 @@ async def _track(
     return exit_codes.OK if done else exit_codes.TIMED_OUT
 
 
-async def _end_of(spec: JobSpec, job: str | None, data_dir: Path | None, url: str | None) -> Mapping[str, Any]:
+async def _end_of(
+    spec: JobSpec, job: str | None, data_dir: Path | None, url: str | None
+) -> Mapping[str, Any]:
     """Raises Conflict if it has not ended."""
     cluster = cluster_of(job, data_dir, url)
     if cluster is not None:

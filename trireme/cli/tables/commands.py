@@ -9,7 +9,8 @@ import typer
 from trireme.cli.options import DataDir, Job, Json, Named, Url
 
 table = typer.Typer(
-    help="Embedding tables of a job, running or not, as they are in its newest checkpoint; and what one will take (plan).",
+    help="Embedding tables of a job, running or not, as they are in its newest checkpoint; and what one "
+    "will take (plan).",
     no_args_is_help=True,
 )
 Name = Annotated[str, typer.Argument(help="Name of the table.", metavar="NAME")]
@@ -21,7 +22,8 @@ def register(app: typer.Typer) -> None:
 
 @table.command()
 def stats(named: Named = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
-    """How many rows each table has, their size, and when they were trained. This machine must see the job's storage."""
+    """How many rows each table has, their size, and when they were trained. This machine must see the job's
+    storage."""
     from trireme.cli.tables.show import stats as show  # noqa: PLC0415
 
     raise typer.Exit(show(named, data_dir, url, as_json=as_json))
@@ -50,7 +52,9 @@ def top(
         Literal["frequency", "step", "norm"],
         typer.Option(help="Trained in the most minibatches, trained last, or with the largest values."),
     ] = "frequency",
-    count: Annotated[int, typer.Option("--count", "-n", help="So many rows.", min=1, max=100_000, metavar="N")] = 10,
+    count: Annotated[
+        int, typer.Option("--count", "-n", help="So many rows.", min=1, max=100_000, metavar="N")
+    ] = 10,
     job: Job = None,
     data_dir: DataDir = None,
     url: Url = None,
@@ -67,10 +71,13 @@ def plan(
     rows: Annotated[int, typer.Argument(help="So many rows.", min=1, max=2**40, metavar="ROWS")],
     dim: Annotated[int, typer.Option("--dim", help="Numbers of a row.", min=1, max=4096, metavar="N")] = 16,
     optimizer: Annotated[
-        Literal["sgd", "adagrad", "adagrad-row", "adam", "ftrl"], typer.Option(help="adagrad-row: with per_row.")
+        Literal["sgd", "adagrad", "adagrad-row", "adam", "ftrl"],
+        typer.Option(help="adagrad-row: with per_row."),
     ] = "adagrad",
     pservers: Annotated[int, typer.Option(help="Parameter servers.", min=1, max=1024, metavar="N")] = 1,
-    ids: Annotated[int, typer.Option(help="Ids of a minibatch that differ.", min=0, max=10**8, metavar="N")] = 100_000,
+    ids: Annotated[
+        int, typer.Option(help="Ids of a minibatch that differ.", min=0, max=10**8, metavar="N")
+    ] = 100_000,
     lanes: Annotated[int, typer.Option(help="Lanes of the job.", min=1, max=1024, metavar="N")] = 1,
     limited: Annotated[bool, typer.Option("--limited", help="The table has max_rows.")] = False,
     as_json: Json = False,
@@ -91,7 +98,8 @@ def delta(
     since: Annotated[
         str | None,
         typer.Option(
-            help="Step or uuid. Default: where the last folder ends; all rows if there is none.", metavar="STEP"
+            help="Step or uuid. Default: where the last folder ends; all rows if there is none.",
+            metavar="STEP",
         ),
     ] = None,
     to: Annotated[
@@ -118,7 +126,8 @@ def feed(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Feed online serving: write a numbered folder with the changes again and again, until the job is over."""
+    """Feed online serving: write a numbered folder with the changes again and again, until the job is
+    over."""
     from trireme.cli.tables.feed import feed as follow  # noqa: PLC0415
 
     raise typer.Exit(follow(named, data_dir, url, out, serving_delta_seconds, as_json=as_json))
@@ -127,7 +136,9 @@ def feed(
 @table.command()
 def apply(
     base: Annotated[str, typer.Argument(help="Folder of an export, with tables/ in it.", metavar="EXPORT")],
-    deltas: Annotated[list[str], typer.Argument(help="Folders of deltas, or of a whole feed.", metavar="DELTA...")],
+    deltas: Annotated[
+        list[str], typer.Argument(help="Folders of deltas, or of a whole feed.", metavar="DELTA...")
+    ],
     out: Out,
     as_json: Json = False,
 ) -> None:

@@ -1,6 +1,8 @@
-"""`trireme table delta | feed | apply`: what changed in tables between checkpoints, as folders for online serving (trainer_agent/tables/files.py).
+"""`trireme table delta | feed | apply`: what changed in tables between checkpoints, as folders for online
+serving (trainer_agent/tables/files.py).
 
-checkpoints on the storage --newest, since the last folder of the feed--> next folder, marker last        feed: again and again, until the job is over
+checkpoints on the storage --newest, since the last folder of the feed--> next folder, marker last
+    feed: again and again, until the job is over
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def delta(
     *,
     as_json: bool,
 ) -> int:
-    """One folder: what changed from `since` (None: the last folder of the feed) to checkpoint `to` (None: the newest). Returns the exit code."""
+    """One folder: what changed from `since` (None: the last folder of the feed) to checkpoint `to` (None: the
+    newest). Returns the exit code."""
 
     def work() -> Answer:
         written = write_next(spec_of(job, data_dir, url), files.absolute(out), since, to)
@@ -68,7 +71,16 @@ def apply(base: str, deltas: Sequence[str], out: str, *, as_json: bool) -> int:
     """The tables of an export after these deltas, into `tables/` in `out`. Returns the exit code."""
 
     def work() -> Answer:
-        from trainer_agent.tables.files import FOLDER, SUFFIX, advanced, folders_of, names_in, read_table, write_tables  # noqa: PLC0415  loads torch  # noqa: PLC0415
+        # loads torch  # noqa: PLC0415
+        from trainer_agent.tables.files import (
+            FOLDER,
+            SUFFIX,
+            advanced,
+            folders_of,
+            names_in,
+            read_table,
+            write_tables,
+        )  # noqa: PLC0415
 
         folder, follows = files.join(base, FOLDER), folders_of(deltas)
         urls: dict[str, str] = {}
@@ -78,15 +90,21 @@ def apply(base: str, deltas: Sequence[str], out: str, *, as_json: bool) -> int:
             urls |= write_tables([table], files.absolute(out))
             steps[name] = table.version
         if not urls:
-            raise InvalidArgument(f"{folder} holds no table", hint="give the folder of an export, in which tables/ is")
+            raise InvalidArgument(
+                f"{folder} holds no table", hint="give the folder of an export, in which tables/ is"
+            )
         for name, step in () if as_json else steps.items():
-            Console(soft_wrap=True).print(f"table {name}  step {step}  {urls[f'table {name}']}", highlight=False)
+            Console(soft_wrap=True).print(
+                f"table {name}  step {step}  {urls[f'table {name}']}", highlight=False
+            )
         return {"tables": urls, "steps": steps}, exit_codes.OK
 
     return answer(work, as_json=as_json)
 
 
-def feed(job: str | None, data_dir: Path | None, url: str | None, out: str, every_s: float, *, as_json: bool) -> int:
+def feed(
+    job: str | None, data_dir: Path | None, url: str | None, out: str, every_s: float, *, as_json: bool
+) -> int:
     """Write deltas until the job is over. Returns the exit code."""
 
     def work() -> Answer:
@@ -118,7 +136,8 @@ def feed(job: str | None, data_dir: Path | None, url: str | None, out: str, ever
 
 
 async def _checkpointed(job: str | None, data_dir: Path | None, url: str | None, limit_s: float) -> bool:
-    """Ask for a checkpoint and wait until it is there. False: the job is over, or nobody leads it: there will be none."""
+    """Ask for a checkpoint and wait until it is there. False: the job is over, or nobody leads it: there will
+    be none."""
     key = ids.new_id("feed")
 
     def connect() -> AbstractAsyncContextManager[OpenJob]:
@@ -142,8 +161,9 @@ async def _checkpointed(job: str | None, data_dir: Path | None, url: str | None,
 
 
 def write_next(spec: JobSpec, out: str, since: str | None, to: str | None) -> Done | None:
-    """The next folder of a feed, from the checkpoint of its last one, or `since`; all rows if there is none, or it is gone. None: there is nothing newer. Raises NotFound,
-    InvalidArgument, CheckpointUnusable, OSError."""
+    """The next folder of a feed, from the checkpoint of its last one, or `since`; all rows if there is none,
+    or it is gone. None: there is nothing newer. Raises NotFound, InvalidArgument, CheckpointUnusable,
+    OSError."""
     from trainer_agent.tables import files as deltas  # noqa: PLC0415  loads torch
 
     before = [done for done, _ in deltas.complete(out)]
@@ -155,7 +175,9 @@ def write_next(spec: JobSpec, out: str, since: str | None, to: str | None) -> Do
     first = choose(spec, since) if since is not None else None
     begin = (first.uuid, first.step) if first else (last.checkpoint, last.step) if last else None
     if last is not None and begin is not None and begin[0] != last.checkpoint:
-        msg = f"the last folder of {out} is of step {last.step}, and this delta would begin at step {begin[1]}"
+        msg = (
+            f"the last folder of {out} is of step {last.step}, and this delta would begin at step {begin[1]}"
+        )
         raise InvalidArgument(msg, hint="leave --since out to go on from there, or give another folder")
     if begin is not None and ref.step <= begin[1]:
         return None
@@ -165,7 +187,8 @@ def write_next(spec: JobSpec, out: str, since: str | None, to: str | None) -> Do
     if any(each is None for each in found):
         if since is not None:
             raise NotFound(
-                f"checkpoint {begin} is not there any more", hint="`trireme checkpoint list` shows those that are"
+                f"checkpoint {begin} is not there any more",
+                hint="`trireme checkpoint list` shows those that are",
             )
         begin, found = None, [_changes(spec, ref, manifest, table, None) for table in manifest.layout.tables]
     tables = [each for each in found if each is not None]
@@ -188,8 +211,8 @@ def write_next(spec: JobSpec, out: str, since: str | None, to: str | None) -> Do
 def _changes(
     spec: JobSpec, ref: CheckpointRef, manifest: Manifest, table: TableSpec, since: tuple[str, int] | None
 ) -> TableDelta | None:
-    """What changed in a table since a checkpoint: from the deltas of the newer one if they reach back so far, else from both.
-    None: `since` is not there any more."""
+    """What changed in a table since a checkpoint: from the deltas of the newer one if they reach back so far,
+    else from both. None: `since` is not there any more."""
     import numpy as np  # noqa: PLC0415
 
     from trainer_agent.tables.files import TableDelta, changed  # noqa: PLC0415
@@ -201,7 +224,9 @@ def _changes(
         return found
     for older in stored.found(spec.storage)[0]:
         if older.uuid == since[0]:
-            before = read_table(spec.storage, older, stored.read_manifest(spec.storage, spec.job, older), table)
+            before = read_table(
+                spec.storage, older, stored.read_manifest(spec.storage, spec.job, older), table
+            )
             return changed(before, read_table(spec.storage, ref, manifest, table))
     return None
 

@@ -1,4 +1,5 @@
-"""How much memory embedding tables will take: `trireme table plan` before there is a job, and what `trireme run` says before it starts one."""
+"""How much memory embedding tables will take: `trireme table plan` before there is a job, and what `trireme
+run` says before it starts one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def plan(
 ) -> int:
     """Returns the exit code. `limited`: the table has `max_rows`."""
     init = RowInit(kind="normal", scale=0.01)
-    spec = TableSpec(name="t", dim=dim, optimizer=OPTIMIZERS[optimizer], init=init, max_rows=rows if limited else None)
+    spec = TableSpec(
+        name="t", dim=dim, optimizer=OPTIMIZERS[optimizer], init=init, max_rows=rows if limited else None
+    )
     needs = needs_of(spec, -(-rows // pservers), -(-ids // pservers), lanes=lanes, snapshot=SNAPSHOT_BYTES)
     if as_json:
         print(json.dumps({**asdict(needs), "total": needs.total, "pservers": pservers}))  # noqa: T201
@@ -51,7 +54,8 @@ def memory_bytes() -> int:
 
 
 def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]:
-    """Lines for the user; none if no table has `max_rows`. `here`: bytes of memory that all parameter servers (collective: trainers) of the job, which are on this machine, share."""
+    """Lines for the user; none if no table has `max_rows`. `here`: bytes of memory that all parameter servers
+    (collective: trainers) of the job, which are on this machine, share."""
     tables = [table for table in tables_in(model or {}).values() if table.max_rows is not None]
     if not tables:
         return []
@@ -59,7 +63,8 @@ def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]
     holders, parts = (spec.trainers, 1) if replicas else (spec.pservers, spec.pservers)
     lanes = spec.lanes if spec.mode is Mode.SYNC else 1
     needs = {
-        table.name: needs_of(table, -(-(table.max_rows or 0) // parts), 0, spec.slot_count, lanes) for table in tables
+        table.name: needs_of(table, -(-(table.max_rows or 0) // parts), 0, spec.slot_count, lanes)
+        for table in tables
     }
     lines = []
     for table in tables[:SHOWN]:
@@ -67,7 +72,8 @@ def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]
         size = needed.rows + needed.cells + needed.limits
         of_all, each = table.max_rows or 0, size / needed.count
         lines.append(
-            f"table {table.name}: at most {of_all:,} rows of {each:,.0f} bytes, {_gb(size * holders)}{_each(spec, size)}"
+            f"table {table.name}: at most {of_all:,} rows of {each:,.0f} bytes, "
+            f"{_gb(size * holders)}{_each(spec, size)}"
         )
     if len(tables) > SHOWN:
         lines.append(f"and {len(tables) - SHOWN} more tables")
@@ -77,23 +83,32 @@ def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]
     kept = min(spec.snapshot_bytes, every_row) if spec.mode is Mode.SYNC else every_row
     least, most = holders * (rows + other), holders * (rows + other + kept)
     lines.append(
-        f"full tables take {_gb(least)}, and up to {_gb(most)} while a checkpoint is written; this machine has {_gb(here)}"
+        f"full tables take {_gb(least)}, and up to {_gb(most)} while a checkpoint is written; this "
+        f"machine has {_gb(here)}"
     )
     if least > here:
         lines.append(
-            f"warning: full tables do not fit into this machine's memory (they need {_gb(least)}, there are {_gb(here)}): {'trainers' if replicas else 'parameter servers'} will be killed when they "
-            "have grown so far; lower max_rows or dim, take an optimizer with less state, or train on more machines (trireme up)"
+            f"warning: full tables do not fit into this machine's memory (they need {_gb(least)}, "
+            f"there are {_gb(here)}): {'trainers' if replicas else 'parameter servers'} will be "
+            "killed when they "
+            "have grown so far; lower max_rows or dim, take an optimizer with less state, or train "
+            "on more machines (trireme up)"
         )
     elif most > here:
         lines.append(
-            f"warning: full tables may not fit into this machine's memory while a checkpoint is written (they need {_gb(most)}, there are {_gb(here)})"
+            "warning: full tables may not fit into this machine's memory while a checkpoint is "
+            f"written (they need {_gb(most)}, there are {_gb(here)})"
         )
     return lines
 
 
 def _each(spec: JobSpec, size: int) -> str:
     if spec.strategy is Strategy.COLLECTIVE:
-        return f", {_gb(size)} at each of {spec.trainers} trainers: each has all rows" if spec.trainers > 1 else ""
+        return (
+            f", {_gb(size)} at each of {spec.trainers} trainers: each has all rows"
+            if spec.trainers > 1
+            else ""
+        )
     return f", {_gb(size)} at each of {spec.pservers} parameter servers" if spec.pservers > 1 else ""
 
 

@@ -59,7 +59,9 @@ class _Newest:
 
     def show(self, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
         console = Console(soft_wrap=True)
-        console.print(f"of checkpoint {self.ref.uuid[:8]}, step {self.ref.step}, the newest one", highlight=False)
+        console.print(
+            f"of checkpoint {self.ref.uuid[:8]}, step {self.ref.step}, the newest one", highlight=False
+        )
         shown = Table(*columns, box=None, pad_edge=False)
         for row in rows:
             shown.add_row(*(_cell(column, row[column]) for column in columns))
@@ -74,7 +76,8 @@ def stats(job: str | None, data_dir: Path | None, url: str | None = None, *, as_
         rows = [_stats(newest, spec) for spec in newest.manifest.layout.tables]
         if not as_json:
             newest.show(
-                ("table", "dim", "optimizer", "rows", "bytes", "updates", "trained_last", "trained_first"), rows
+                ("table", "dim", "optimizer", "rows", "bytes", "updates", "trained_last", "trained_first"),
+                rows,
             )
         return newest.document(tables=rows), exit_codes.OK
 
@@ -82,7 +85,8 @@ def stats(job: str | None, data_dir: Path | None, url: str | None = None, *, as_
 
 
 def _stats(newest: _Newest, spec: TableSpec) -> dict[str, Any]:
-    """`trained_first`, `trained_last`: steps, the least and the greatest of those in which each row was trained last."""
+    """`trained_first`, `trained_last`: steps, the least and the greatest of those in which each row was
+    trained last."""
     from trireme_shared.tables.table import stamps_of  # noqa: PLC0415  loads numba
 
     count, steps = 0, []
@@ -122,7 +126,9 @@ def get(
         newest.read(spec, take)
         starts = initial_values(spec, np.array(wanted, np.int64))
         rows = [
-            found.get(one, {"id": one, "row": False, "step": None, "minibatches": 0, "values": start.tolist()})
+            found.get(
+                one, {"id": one, "row": False, "step": None, "minibatches": 0, "values": start.tolist()}
+            )
             for one, start in zip(wanted, starts, strict=True)
         ]
         if not as_json:

@@ -1,16 +1,20 @@
-"""Who runs: which QUEUED jobs may start at all (`readiness`), which of them have what they need (`admit`), how many trainers each gets (`shares`).
+"""Who runs: which QUEUED jobs may start at all (`readiness`), which of them have what they need (`admit`),
+how many trainers each gets (`shares`).
 
-Each job needs its parameter servers and its least number of trainers at once (gang), or it waits. Jobs are asked in the order of priority, then of
-submission. A job that does not fit holds back later ones, which would otherwise take one by one what it waits for; trainers above a minimum work for
-running jobs meanwhile. A preemptible job of a lower priority is not held back, because it can be taken away again.
+Each job needs its parameter servers and its least number of trainers at once (gang), or it waits. Jobs are
+asked in the order of priority, then of submission. A job that does not fit holds back later ones, which would
+otherwise take one by one what it waits for; trainers above a minimum work for running jobs meanwhile. A
+preemptible job of a lower priority is not held back, because it can be taken away again.
 
-The pool as one schedule sees it: who holds which place, what is idle, what will be idle soon; and which idle members a job gets (IdlePlaces).
+The pool as one schedule sees it: who holds which place, what is idle, what will be idle soon; and which idle
+members a job gets (IdlePlaces).
 
 valid assignment     the job is ACTIVE in that epoch ──► held         else ──► dropped
 no assignment        the member runs nothing ──► idle                 its old process still runs ──► ending
 
 valid assignment, no member:
-    its process is a member of the job still, or nobody knows ──► held, gone      for GONE_GRACE_S, then dropped
+    its process is a member of the job still, or nobody knows ──► held, gone
+        for GONE_GRACE_S, then dropped
     its process has lost its key in the job, too              ──► lost            as long, or until another place replaces it
 """
 
@@ -21,7 +25,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from master_service.core.state.cluster import ClusterState, Place, is_task_wanted, reports_end, unfinished_tasks
+from master_service.core.state.cluster import (
+    ClusterState,
+    Place,
+    is_task_wanted,
+    reports_end,
+    unfinished_tasks,
+)
 from trireme_shared.protocol.records.cluster import (
     Assignment,
     ClusterJob,
@@ -33,19 +43,21 @@ from trireme_shared.protocol.records.cluster import (
 )
 from trireme_shared.protocol.times import instant
 
-GONE_GRACE_S = 10.0  # a member that vanished may come back with its process: its lease ran out, or etcd was silent
+# a member that vanished may come back with its process: its lease ran out, or etcd was silent
+GONE_GRACE_S = 10.0
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 WAITED_FOR = {Standing.QUEUED, Standing.ACTIVE, Standing.PAUSED}
 
 
 @dataclass
 class PoolView:
-    """`held`: places of ACTIVE jobs, `gone` ones too. `gone`: held, but there is no member; it may come back. `lost`: assigned, but
-    neither the member nor its process is there: the job has to do without it. `renewed`: held, but the member registered anew since. `idle`: may be assigned now. `ending`: kind -> job whose old process still runs -> how
-    many places will be idle after it. `usable`: all of these, those held by jobs that end or leave too. `drops`: assignments
-    that are no more. `tasked`: run a pre- or post-task of a job, and are not `usable`. `reported`: whose
-    member says how the task ended. `held_back`: so many trainers less are `usable`
-    than there are, for such tasks. `next_look_s`: when a grace is over."""
+    """`held`: places of ACTIVE jobs, `gone` ones too. `gone`: held, but there is no member; it may come back.
+    `lost`: assigned, but neither the member nor its process is there: the job has to do without it.
+    `renewed`: held, but the member registered anew since. `idle`: may be assigned now. `ending`: kind -> job
+    whose old process still runs -> how many places will be idle after it. `usable`: all of these, those held
+    by jobs that end or leave too. `drops`: assignments that are no more. `tasked`: run a pre- or post-task of
+    a job, and are not `usable`. `reported`: whose member says how the task ended. `held_back`: so many
+    trainers less are `usable` than there are, for such tasks. `next_look_s`: when a grace is over."""
 
     held: dict[Kind, dict[str, list[Place]]]
     idle: dict[Kind, list[Place]]
@@ -69,8 +81,9 @@ class PoolView:
 
 
 def lost_places(state: ClusterState, present: Mapping[str, Collection[str]]) -> frozenset[Place]:
-    """Assigned places whose member is gone and whose process is no member of the job any more: both leases have ended. `present`: for
-    each job whose members are known, the names of the pool's members that have a process among them."""
+    """Assigned places whose member is gone and whose process is no member of the job any more: both leases
+    have ended. `present`: for each job whose members are known, the names of the pool's members that have a
+    process among them."""
     held = [(place, state.assignments[place].job) for place in state.gone_since if place in state.assignments]
     return frozenset(place for place, job in held if job in present and place[1] not in present[job])
 
@@ -182,22 +195,24 @@ Fits = Callable[[Place], bool]
 
 
 class IdlePlaces:
-    """Idle members of one kind, by host: a job gets its trainers together on few hosts, its parameter servers on many. Hosts are found by how many
-    they have, in O(log hosts)."""
+    """Idle members of one kind, by host: a job gets its trainers together on few hosts, its parameter servers
+    on many. Hosts are found by how many they have, in O(log hosts)."""
 
     def __init__(self, places: Iterable[Place], members: Mapping[Place, PoolMember]) -> None:
         self._hosts: dict[str, list[Place]] = defaultdict(list)
         for place in sorted(places, reverse=True):
             self._hosts[members[place].host].append(place)  # taken from the end: the first by name first
         self._aside: set[str] = set()
-        self._by_count: dict[int, list[str]] = defaultdict(list)  # heaps; an entry counts if the host still has so many
+        # heaps; an entry counts if the host still has so many
+        self._by_count: dict[int, list[str]] = defaultdict(list)
         for host, there in self._hosts.items():
             self._by_count[len(there)].append(host)
         for hosts in self._by_count.values():
             heapq.heapify(hosts)
 
     def take_together(self, count: int, fits: Fits, hosts: Counter[str]) -> list[Place]:
-        """At most `count`. `hosts`: how many the job has where: there first; then the host that has just enough, or most."""
+        """At most `count`. `hosts`: how many the job has where: there first; then the host that has just
+        enough, or most."""
         taken: list[Place] = []
         for host, _ in sorted(hosts.items(), key=lambda item: (-item[1], item[0])):
             taken += self._take(host, count - len(taken), fits)
@@ -211,7 +226,8 @@ class IdlePlaces:
         return taken
 
     def take_spread(self, count: int, fits: Fits, hosts: Counter[str]) -> list[Place]:
-        """At most `count`. `hosts`: how many the job has where: others first, those that have most idle ones."""
+        """At most `count`. `hosts`: how many the job has where: others first, those that have most idle
+        ones."""
         taken: list[Place] = []
         hosts, aside = Counter(hosts), []
         while len(taken) < count and (host := self._largest()):
@@ -262,7 +278,9 @@ class IdlePlaces:
         return ""
 
     def _largest(self) -> str:
-        return next((host for there in sorted(self._by_count, reverse=True) if (host := self._first(there))), "")
+        return next(
+            (host for there in sorted(self._by_count, reverse=True) if (host := self._first(there))), ""
+        )
 
     def _set_aside(self, host: str) -> str:
         """It is not found any more until it is put back."""
@@ -287,8 +305,8 @@ class Readiness:
 
 
 def readiness(jobs: Mapping[str, ClusterJob], wall_time: float) -> Readiness:
-    """The QUEUED jobs whose time has come, and before which all jobs are COMPLETED. A job that was ACTIVE once (it was paused or preempted) does
-    not wait for `after` again. `wall_time`: seconds since 1970."""
+    """The QUEUED jobs whose time has come, and before which all jobs are COMPLETED. A job that was ACTIVE
+    once (it was paused or preempted) does not wait for `after` again. `wall_time`: seconds since 1970."""
     found = Readiness(cancelled=_without_hope(jobs))
     for job in jobs.values():
         if job.standing is not Standing.QUEUED or job.job in found.cancelled:
@@ -346,9 +364,9 @@ def _end_of(job: ClusterJob | None) -> str:
 
 @dataclass
 class Admission:
-    """`running`: ACTIVE and staying. `starting`: QUEUED, and the pool has what they need, perhaps not idle yet. `preempted`:
-    the job to stop -> for which one. `waiting`: QUEUED; first come first. `left`: what no minimum needs; negative if members
-    were lost."""
+    """`running`: ACTIVE and staying. `starting`: QUEUED, and the pool has what they need, perhaps not idle
+    yet. `preempted`: the job to stop -> for which one. `waiting`: QUEUED; first come first. `left`: what no
+    minimum needs; negative if members were lost."""
 
     left: dict[Kind, int]
     running: list[ClusterJob] = field(default_factory=list)
@@ -367,7 +385,8 @@ def in_turn(job: ClusterJob) -> tuple[int, bool, int, str]:
 
 
 def admit(ready: Iterable[ClusterJob], usable: dict[Kind, int], short: set[str]) -> Admission:
-    """`ready`: ACTIVE jobs that do not leave, and QUEUED ones whose time has come. `short`: ACTIVE ones below their minimum."""
+    """`ready`: ACTIVE jobs that do not leave, and QUEUED ones whose time has come. `short`: ACTIVE ones below
+    their minimum."""
     jobs = sorted(ready, key=in_turn)
     found = Admission(dict(usable), [job for job in jobs if job.standing is Standing.ACTIVE])
     for job in found.running:
@@ -430,7 +449,9 @@ class _Victims:
         """The jobs to stop so that nothing is lacking; none if that is not possible, or nothing is."""
         priority = claimant.scheduling.priority
         below = [needs for level, needs in self._needs.items() if level < priority]
-        if max(lacks.values()) <= 0 or any(lacks[kind] > sum(needs[kind] for needs in below) for kind in KINDS):
+        if max(lacks.values()) <= 0 or any(
+            lacks[kind] > sum(needs[kind] for needs in below) for kind in KINDS
+        ):
             return []
         lacks, taken = dict(lacks), []
         for job in self._jobs:
@@ -455,8 +476,9 @@ class _Victims:
 
 
 def needed(state: ClusterState, wall_time: float) -> dict[Kind, int]:
-    """How many members the pool needs so that every job that may run now can start, and has what a resize asked for. What a job could use beyond its least number of
-    trainers is no need. `wall_time`: seconds since 1970."""
+    """How many members the pool needs so that every job that may run now can start, and has what a resize
+    asked for. What a job could use beyond its least number of trainers is no need. `wall_time`: seconds since
+    1970."""
     active = [job for job in state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving]
     jobs = [*active, *readiness(state.jobs, wall_time).ready]
     found = {kind: sum(_needed_by(job, kind) for job in jobs) for kind in KINDS}
@@ -486,11 +508,12 @@ class Claim:
 
 
 def shares(claims: Iterable[Claim], trainers: int) -> dict[str, int]:
-    """Job -> trainers: its least number first, then priority, then weighted max-min fairness. The sum is more than `trainers` only if the least
-    numbers alone are.
+    """Job -> trainers: its least number first, then priority, then weighted max-min fairness. The sum is more
+    than `trainers` only if the least numbers alone are.
 
-    Of two jobs with the same priority the one with fewer trainers for its weight gets the next one, until it has all that are of use
-    to it. A job's least number is a floor, as in Hadoop's fair scheduler: it is not added to its fair share.
+    Of two jobs with the same priority the one with fewer trainers for its weight gets the next one, until it
+    has all that are of use to it. A job's least number is a floor, as in Hadoop's fair scheduler: it is not
+    added to its fair share.
     """
     claims = list(claims)
     found = {claim.job: claim.least for claim in claims}

@@ -1,8 +1,10 @@
-"""Pre- and post-tasks of jobs on idle trainers of the pool: who runs which attempt, and what its end means. Decisions only.
+"""Pre- and post-tasks of jobs on idle trainers of the pool: who runs which attempt, and what its end means.
+Decisions only.
 
-A task is RUNNING in attempt n on a member exactly while that member has the assignment of attempt n. Its end is read from the
-member's registration and written here, under the leader's fence: the report of any other attempt counts for nothing, so one
-success is recorded. A member that is lost takes its report along: the task then runs again.
+A task is RUNNING in attempt n on a member exactly while that member has the assignment of attempt n. Its end
+is read from the member's registration and written here, under the leader's fence: the report of any other
+attempt counts for nothing, so one success is recorded. A member that is lost takes its report along: the task
+then runs again.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ FIRST_RETRY_S, MAX_RETRY_S = 2.0, 60.0
 
 @dataclass
 class TaskTurn:
-    """`changes`: written before all others, by place or `<job>/<task>`; `events`: of these. `ready`: QUEUED jobs that no pre-task holds back. `waiting`: QUEUED jobs that one does
-    -> why. `failed`: QUEUED jobs whose pre-task has failed -> why."""
+    """`changes`: written before all others, by place or `<job>/<task>`; `events`: of these. `ready`: QUEUED
+    jobs that no pre-task holds back. `waiting`: QUEUED jobs that one does -> why. `failed`: QUEUED jobs whose
+    pre-task has failed -> why."""
 
     changes: dict[str | Place, ClusterChange] = field(default_factory=dict)
     events: dict[str, list[Event]] = field(default_factory=dict)
@@ -55,8 +58,9 @@ class TaskTurn:
 def take_turn(
     state: ClusterState, view: PoolView, ready: Iterable[ClusterJob], now: float, wall_time: float
 ) -> TaskTurn:
-    """`ready`: QUEUED jobs whose time has come. `view`, in place: idle trainers are taken from it, and, if there are none, so many
-    are held back that running jobs give some up. `now`: monotonic, s; `wall_time`: seconds since 1970."""
+    """`ready`: QUEUED jobs whose time has come. `view`, in place: idle trainers are taken from it, and, if
+    there are none, so many are held back that running jobs give some up. `now`: monotonic, s; `wall_time`:
+    seconds since 1970."""
     return _Turn(state, view, now, wall_time).run(list(ready))
 
 
@@ -173,7 +177,9 @@ class _Turn:
         room = max(1, trainers // SHARE) - len(self.view.tasked)
         started = 0
         for job in due:
-            run = run_of(job, self.runs.get(job.job, {}), unfinished_tasks(job, self.runs.get(job.job, {}))[0])
+            run = run_of(
+                job, self.runs.get(job.job, {}), unfinished_tasks(job, self.runs.get(job.job, {}))[0]
+            )
             if room <= 0 or started == MAX_STARTS:
                 self._wait(job, f"its {spoken(run.name)} waits: {len(self.view.tasked)} other tasks run")
                 continue

@@ -1,7 +1,9 @@
-"""`schedule`: what the leader of a cluster has to write now, and when it has to look again. `Portions`: it is written piece by piece.
+"""`schedule`: what the leader of a cluster has to write now, and when it has to look again. `Portions`: it is
+written piece by piece.
 
-Promises: a place works for one job at a time; no job has less than its minimum while another has more, unless that one holds it and
-comes first; what was decided once is not decided differently on the state that it leads to. O((jobs + members) log members).
+Promises: a place works for one job at a time; no job has less than its minimum while another has more, unless
+that one holds it and comes first; what was decided once is not decided differently on the state that it leads
+to. O((jobs + members) log members).
 """
 
 from __future__ import annotations
@@ -40,14 +42,21 @@ from master_service.core.state.cluster import (
     PutJob,
     PutTaskRun,
 )
-from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, Standing, TaskState, in_words
+from trireme_shared.protocol.records.cluster import (
+    Assignment,
+    ClusterJob,
+    Kind,
+    Standing,
+    TaskState,
+    in_words,
+)
 from trireme_shared.protocol.times import rfc3339
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`changes`: in an order in which they may be written one after the other. `told`: for each of them, the events to tell once it is
-    written. `next_look_s`: when time alone may change the outcome."""
+    """`changes`: in an order in which they may be written one after the other. `told`: for each of them, the
+    events to tell once it is written. `next_look_s`: when time alone may change the outcome."""
 
     changes: tuple[ClusterChange, ...] = ()
     told: tuple[tuple[Event, ...], ...] = ()
@@ -61,15 +70,16 @@ class Schedule:
 def schedule(
     state: ClusterState, now: float, wall_time: float, rebalance_s: float = 30.0, lost: Collection[Place] = ()
 ) -> Schedule:
-    """`now`: monotonic, s; `wall_time`: seconds since 1970; `rebalance_s`: a place that moved less than so long ago is not taken from
-    a job for fairness alone, unless a job starts or ends; `lost`: see `lost_places`."""
+    """`now`: monotonic, s; `wall_time`: seconds since 1970; `rebalance_s`: a place that moved less than so
+    long ago is not taken from a job for fairness alone, unless a job starts or ends; `lost`: see
+    `lost_places`."""
     return _Making(state, now, wall_time, rebalance_s, lost).run()
 
 
 @dataclass
 class _Making:
-    """One schedule while it is made. `jobs`: those that change. `gives`: places for jobs, of each kind. `events`: by the job or the
-    place that they are about."""
+    """One schedule while it is made. `jobs`: those that change. `gives`: places for jobs, of each kind.
+    `events`: by the job or the place that they are about."""
 
     state: ClusterState
     now: float
@@ -97,7 +107,9 @@ class _Making:
         tasks = self.tasks = take_turn(self.state, self.view, turn.ready, self.now, self.wall_time)
         for name, why in tasks.failed.items():
             self._fail(self.state.jobs[name], why)
-        stays = [job for job in self.state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving]
+        stays = [
+            job for job in self.state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving
+        ]
         short = {job.job for job in stays if self._short(job)}
         admission = admit([*stays, *tasks.ready], self.view.usable, short)
         self._preempt(admission)
@@ -171,11 +183,16 @@ class _Making:
         return any(len(self.view.holds(kind, job.job)) < need(job)[kind] for kind in KINDS)
 
     def _targets(self, running: list[ClusterJob], starting: list[ClusterJob]) -> dict[str, int]:
-        """A job that has not started yet claims its least number only: nobody gives up more before it can be used."""
+        """A job that has not started yet claims its least number only: nobody gives up more before it can be
+        used."""
         claims = []
         for job in (*running, *starting):
             runs = job.standing is Standing.ACTIVE
-            fit = self.view.usable["trainer"] + self.view.held_back - (self.unfit["trainer"][job.job] if runs else 0)
+            fit = (
+                self.view.usable["trainer"]
+                + self.view.held_back
+                - (self.unfit["trainer"][job.job] if runs else 0)
+            )
             least = min(job.least_trainers, fit)
             claims.append(
                 Claim(
@@ -191,8 +208,8 @@ class _Making:
         return shares(claims, self.view.usable["trainer"])
 
     def _give_minimum(self, admission: Admission) -> list[ClusterJob]:
-        """Idle places for ACTIVE jobs below their minimum and for jobs that start. Those that cannot start yet have what is idle
-        kept for them. Answers the started ones."""
+        """Idle places for ACTIVE jobs below their minimum and for jobs that start. Those that cannot start
+        yet have what is idle kept for them. Answers the started ones."""
         left = {kind: len(self.view.idle[kind]) for kind in KINDS}
         started = []
         for job in sorted([*admission.running, *admission.starting], key=in_turn):
@@ -246,7 +263,11 @@ class _Making:
                     break
                 left_s = self.state.moved.get(place, -float("inf")) + self.rebalance_s - self.now
                 if urgent or len(gone) < useless or left_s <= 0:
-                    why = "it is not needed" if len(gone) < useless else "other jobs have fewer than their share"
+                    why = (
+                        "it is not needed"
+                        if len(gone) < useless
+                        else "other jobs have fewer than their share"
+                    )
                     self._unassign(place, why)
                     gone.add(place)
                 else:
@@ -254,8 +275,8 @@ class _Making:
             held[:] = [place for place in held if place not in gone]
 
     def _first_to_leave(self, held: list[Place]) -> list[Place]:
-        """Those with a fresh process, then those that are few on their host, then those that came last. Members that are gone cannot
-        work for another job."""
+        """Those with a fresh process, then those that are few on their host, then those that came last.
+        Members that are gone cannot work for another job."""
         hosts = Counter(hosts_of(self.state, held))
 
         def key(place: Place) -> tuple[bool, int, float, Place]:
@@ -292,8 +313,8 @@ class _Making:
             self.view.idle[kind] = [place for place in self.view.idle[kind] if place not in self.puts]
 
     def _replace_lost(self, job: ClusterJob, places: list[Place]) -> None:
-        """Each new place of a job is instead of a lost one. A lost place that nobody replaces stays assigned for its grace: its process
-        goes on if its host comes back meanwhile."""
+        """Each new place of a job is instead of a lost one. A lost place that nobody replaces stays assigned
+        for its grace: its process goes on if its host comes back meanwhile."""
         for place in places:
             if lost := self.view.lost[place[0]].get(job.job):
                 self.view.drops[lost.pop(0)] = f"it is lost with its process; {place[1]} replaces it"
@@ -329,7 +350,8 @@ class _Making:
         changes |= {place: DropAssignment(place) for place in sorted(self.view.drops.keys() - given)}
         changes |= {name: PutJob(job) for name, job in sorted(self.jobs.items())}
         changes |= {
-            place: PutAssignment(place, held) for place, held in sorted(self.puts.items(), key=lambda item: item[0])
+            place: PutAssignment(place, held)
+            for place, held in sorted(self.puts.items(), key=lambda item: item[0])
         }
         told = tuple(tuple(self.events.get(about, ())) for about in changes)
         return Schedule(tuple(changes.values()), told, self.view.next_look_s)
@@ -344,10 +366,11 @@ class _Making:
 class Portions:
     """A schedule in portions, one for each transaction, each with the events of its changes.
 
-    schedule ──next──► written ──next──► written ─► …      what a change is about has changed in between ─► stale: schedule anew
+    schedule ──next──► written ──next──► written ─► …      what a change is about has changed in between
+        ─► stale: schedule anew
 
-    They are what is left to write of a schedule that was just made of `state`. A transaction takes at most `most` changes and `most_bytes`
-    of values. `stale`: the rest must not be written.
+    They are what is left to write of a schedule that was just made of `state`. A transaction takes at most
+    `most` changes and `most_bytes` of values. `stale`: the rest must not be written.
     """
 
     def __init__(self, state: ClusterState, planned: Schedule, most: int, most_bytes: int) -> None:
@@ -367,7 +390,8 @@ class Portions:
         return self.stale or not self._left
 
     def next(self, state: ClusterState) -> ClusterDecision[None]:
-        """The next portion. None of it if anything in it is about what has changed since the schedule was made."""
+        """The next portion. None of it if anything in it is about what has changed since the schedule was
+        made."""
         changes: list[ClusterChange] = []
         events: list[Event] = []
         size = 0
@@ -434,10 +458,13 @@ def _size(change: ClusterChange) -> int:
             return 0
 
 
-# -------------------------------------------------------------------- why a job is where it is: sentences with both numbers
+# -------------------------------------------------------------------- why a job is where it is: sentences
+# with both numbers
 
 NUMBERED = (
-    20  # of the jobs that wait, so many have numbers in their reason: these change often, and each change is written
+    # of the jobs that wait, so many have numbers in their reason: these change often, and each change is
+    # written
+    20
 )
 LACKS = "lacks "
 HOLDERS = 4  # that a sentence names
@@ -450,7 +477,13 @@ def reasons_of_waiting(view: PoolView, admission: Admission) -> Iterator[tuple[C
     for number, job in enumerate(admission.waiting):
         if too_many := [kind for kind in KINDS if need(job)[kind] > view.usable[kind]]:
             kind = too_many[0]
-            yield job, f"needs {in_words(kind, need(job)[kind])}; the pool has {view.usable[kind]}: more must join it"
+            yield (
+                job,
+                (
+                    f"needs {in_words(kind, need(job)[kind])}; the pool has {view.usable[kind]}: more "
+                    "must join it"
+                ),
+            )
         elif number >= NUMBERED:
             yield job, f"waits behind more than {NUMBERED} jobs that come first"
         else:
@@ -464,7 +497,10 @@ def reason_of_starting(job: ClusterJob, view: PoolView) -> str:
     kind = lacking[0] if lacking else KINDS[-1]
     ending = sorted(view.ending[kind])
     by = f"; processes of {named(ending)} end" if ending else ""
-    return f"waits for {in_words(kind, need(job)[kind])}; {len(view.idle[kind])} of {view.usable[kind]} can be had at once{by}"
+    return (
+        f"waits for {in_words(kind, need(job)[kind])}; {len(view.idle[kind])} of {view.usable[kind]} "
+        f"can be had at once{by}"
+    )
 
 
 def reason_of_short(job: ClusterJob, view: PoolView) -> str:
@@ -479,8 +515,8 @@ def reason_of_short(job: ClusterJob, view: PoolView) -> str:
 
 
 def who_has(state: ClusterState, name: str, kind: Kind) -> str:
-    """Why a job has fewer members than it could use: how many the pool has, and which jobs have them. Empty: it has all places that it
-    may have; then their processes are starting."""
+    """Why a job has fewer members than it could use: how many the pool has, and which jobs have them. Empty:
+    it has all places that it may have; then their processes are starting."""
     job = state.jobs.get(name)
     if job is None:
         return ""
@@ -492,11 +528,17 @@ def who_has(state: ClusterState, name: str, kind: Kind) -> str:
     of = f", {drained} of them drained" if drained else ""
     missing = ": more must join it" if len(there) - drained < wants else ""
     pool = f"the pool has {in_words(kind, len(there))}{of}{missing}"
-    held = Counter(held.job for place, held in state.assignments.items() if place[0] == kind and held.job != name)
+    held = Counter(
+        held.job for place, held in state.assignments.items() if place[0] == kind and held.job != name
+    )
     others = sorted((state.jobs[other] for other in held if other in state.jobs), key=in_turn)
     mine = job.scheduling.priority
     parts = [f"job {each.job} of {_priority(each, mine)} has {held[each.job]}" for each in others[:HOLDERS]]
-    more = [f"other jobs have {sum(held[each.job] for each in others[HOLDERS:])}"] if len(others) > HOLDERS else []
+    more = (
+        [f"other jobs have {sum(held[each.job] for each in others[HOLDERS:])}"]
+        if len(others) > HOLDERS
+        else []
+    )
     return "; ".join([pool, *parts, *more])
 
 
@@ -526,7 +568,12 @@ def _behind(job: ClusterJob, first: ClusterJob | None, view: PoolView, admission
     if not need(job)["pserver"] or (first and need(first)["pserver"] <= max(0, admission.left["pserver"])):
         kind = "trainer"
     free = max(0, admission.left[kind])
-    wants = f"which comes first and waits for {in_words(kind, need(first)[kind])}" if first else "which comes first"
+    wants = (
+        f"which comes first and waits for {in_words(kind, need(first)[kind])}"
+        if first
+        else "which comes first"
+    )
     return (
-        f"waits for {in_words(kind, need(job)[kind])} behind {ahead}, {wants}; {free} of {view.usable[kind]} can be had"
+        f"waits for {in_words(kind, need(job)[kind])} behind {ahead}, {wants}; {free} of "
+        f"{view.usable[kind]} can be had"
     )

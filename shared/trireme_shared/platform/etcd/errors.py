@@ -1,7 +1,7 @@
 """What can go wrong between a member and etcd, one class per thing the caller can do about it.
 
-An answer of etcd's gateway names its error in one of three shapes: `{error, code, message}` (gateway v1), `{code, message}`
-(v2), and in streams `{"error": {grpc_code|code, message, ...}}`.
+An answer of etcd's gateway names its error in one of three shapes: `{error, code, message}` (gateway v1),
+`{code, message}` (v2), and in streams `{"error": {grpc_code|code, message, ...}}`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,42 @@ from trireme_shared.protocol.errors import CallerError, PeerError, TriremeError
 
 
 class Retryable(PeerError):
-    """etcd is unreachable or has no leader; nothing was written. The client has repeated it until the caller's deadline."""
+    """etcd is unreachable or has no leader; nothing was written. The client has repeated it until the
+    caller's deadline."""
 
     code = "ETCD_UNAVAILABLE"
 
 
 class Refused(Retryable):
-    """Nobody listens at any endpoint: etcd is down. No lease runs out meanwhile; an etcd that starts gives each its full TTL again."""
+    """Nobody listens at any endpoint: etcd is down. No lease runs out meanwhile; an etcd that starts gives
+    each its full TTL again."""
 
 
 class OutcomeUnknown(PeerError):
-    """A write was sent and its answer was lost: it may be applied already, later, or never. Read back, never repeat blindly."""
+    """A write was sent and its answer was lost: it may be applied already, later, or never. Read back, never
+    repeat blindly."""
 
     code = "ETCD_OUTCOME_UNKNOWN"
 
 
 class NoSpace(PeerError):
-    """etcd's space quota is used up: it accepts reads and deletes only. Compact, defragment, disarm the alarm."""
+    """etcd's space quota is used up: it accepts reads and deletes only. Compact, defragment, disarm the
+    alarm."""
 
     code, status = "ETCD_NO_SPACE", 507
 
     @classmethod
     def told(cls, where: str) -> Self:
         """By an answer from `where`."""
-        return cls(f"etcd is out of space, it takes no writes until its operator frees some ({where})", hint=FREE_SPACE)
+        return cls(
+            f"etcd is out of space, it takes no writes until its operator frees some ({where})",
+            hint=FREE_SPACE,
+        )
 
 
 class Compacted(CallerError):
-    """The revision was compacted away; `details['compact_revision']` is the oldest one kept (0 if unknown). Read the current state."""
+    """The revision was compacted away; `details['compact_revision']` is the oldest one kept (0 if unknown).
+    Read the current state."""
 
     code, status = "ETCD_COMPACTED", 410
 
@@ -51,7 +59,8 @@ class LeaseLost(CallerError):
 
 
 class WentBack(CallerError):
-    """etcd's revision is lower than one it gave this process before: what this process knows is not valid any more."""
+    """etcd's revision is lower than one it gave this process before: what this process knows is not valid any
+    more."""
 
     code, status = "ETCD_WENT_BACK", 500
 
@@ -59,7 +68,8 @@ class WentBack(CallerError):
     def between(cls, now: int, before: int) -> Self:
         """etcd is at revision `now` and was at `before`."""
         return cls(
-            f"etcd is at revision {now}, and was at {before} before: it was restored from an older backup, or lost its newest "
+            f"etcd is at revision {now}, and was at {before} before: it was restored from an older "
+            "backup, or lost its newest "
             "writes. Decisions made since then are lost, so no process may go on from its own memory",
             hint="start the job again: it goes on from what etcd holds now and the checkpoints that it names",
             now=now,
@@ -74,7 +84,8 @@ class Unauthenticated(CallerError):
 
 
 class LimitExceeded(CallerError):
-    """More operations or bytes than one request may hold, or one key written twice: split it. Nothing was sent."""
+    """More operations or bytes than one request may hold, or one key written twice: split it. Nothing was
+    sent."""
 
     code, status = "ETCD_LIMIT_EXCEEDED", 413
 
@@ -86,8 +97,10 @@ class Fatal(CallerError):
 
 
 FREE_SPACE = (
-    "free space: `etcdctl compact REVISION` (the newest: `etcdctl endpoint status`), `etcdctl defrag`, then `etcdctl alarm "
-    "disarm`; give it more with --quota-backend-bytes, and keep less with --auto-compaction-retention=1m. Training goes on by itself then"
+    "free space: `etcdctl compact REVISION` (the newest: `etcdctl endpoint status`), `etcdctl "
+    "defrag`, then `etcdctl alarm "
+    "disarm`; give it more with --quota-backend-bytes, and keep less with "
+    "--auto-compaction-retention=1m. Training goes on by itself then"
 )
 _CANCELLED, _UNKNOWN, _DEADLINE, _NOT_FOUND, _RESOURCE_EXHAUSTED = 1, 2, 4, 5, 8
 _ABORTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 10, 13, 14, 16
@@ -105,7 +118,8 @@ _BY_MESSAGE: tuple[tuple[str, type[TriremeError]], ...] = (
     ("user name is empty", Unauthenticated),
     ("revision of auth store is old", Unauthenticated),
     ("authentication failed", Unauthenticated),
-    ("commonname of client", Unauthenticated),  # with auth on, a certificate alone does not log in through the gateway
+    # with auth on, a certificate alone does not log in through the gateway
+    ("commonname of client", Unauthenticated),
     # refused before anything was proposed: safe to repeat even for a write
     ("no leader", Retryable),
     ("too many requests", Retryable),
@@ -117,7 +131,8 @@ _BY_MESSAGE: tuple[tuple[str, type[TriremeError]], ...] = (
 
 
 def of_answer(document: Any, status: int, *, where: str, write: bool) -> TriremeError:
-    """The exception for an error answer of any of the three shapes; `where` names endpoint and call in the message."""
+    """The exception for an error answer of any of the three shapes; `where` names endpoint and call in the
+    message."""
     code, text = _parts(document, status)
     message = f"{where}: {text} (gRPC code {code}, HTTP {status})"
     lowered = text.lower()

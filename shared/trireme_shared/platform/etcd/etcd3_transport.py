@@ -1,13 +1,15 @@
 """A real etcd, through etcd3-py's raw calls to the JSON gateway. The only module that imports etcd3.
 
-Of etcd3-py only `AioClient.call_rpc(raw=True)` is used: its models, watches, leases and locks lose events, allow two
-holders, or fail with current versions of aiohttp. Sessions, TLS, log-in, time limits, endpoints and errors are here.
+Of etcd3-py only `AioClient.call_rpc(raw=True)` is used: its models, watches, leases and locks lose events,
+allow two holders, or fail with current versions of aiohttp. Sessions, TLS, log-in, time limits, endpoints and
+errors are here.
 
     call -> endpoint in use --cannot connect--> next endpoint, at once
                             --any other failure--> error; the next call goes to the next endpoint
-    stream -> messages ... quiet for QUIET_S --the endpoint answers something else--> only quiet, or --nothing at all--> broken
-An answer with another cluster_id, or with a lower raft_term than seen before, is rejected. In the gateway's JSON bytes are base64, int64
-are decimal strings, and zero values are absent (`encode`, `decode`).
+    stream -> messages ... quiet for QUIET_S --the endpoint answers something else--> only quiet, or --nothing
+        at all--> broken
+An answer with another cluster_id, or with a lower raft_term than seen before, is rejected. In the gateway's
+JSON bytes are base64, int64 are decimal strings, and zero values are absent (`encode`, `decode`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from urllib.parse import urlsplit
 import aiohttp
 from etcd3.aio_client import AioClient
 
-from trireme_shared.platform.etcd.errors import Fatal, Refused, Retryable, Unauthenticated, of_answer, unanswered
+from trireme_shared.platform.etcd.errors import (
+    Fatal,
+    Refused,
+    Retryable,
+    Unauthenticated,
+    of_answer,
+    unanswered,
+)
 from trireme_shared.platform.etcd.operations import AUTHENTICATE, STATUS, Body, is_write
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.telemetry import without_user
@@ -50,7 +59,8 @@ log = telemetry.logger("etcd.transport")
 
 
 class RawClient(AioClient):  # type: ignore[misc]  # etcd3-py is untyped
-    """etcd3-py's client with a session of ours, and without its constructor, which makes blocking requests."""
+    """etcd3-py's client with a session of ours, and without its constructor, which makes blocking
+    requests."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         parts = urlsplit(url)
@@ -86,12 +96,20 @@ class Etcd3Transport:
     """See Transport. Opens connections at the first call; one event loop only."""
 
     def __init__(
-        self, urls: Sequence[str], *, user: str = "", password: str = "", ca: str = "", cert: str = "", key: str = ""
+        self,
+        urls: Sequence[str],
+        *,
+        user: str = "",
+        password: str = "",
+        ca: str = "",
+        cert: str = "",
+        key: str = "",
     ) -> None:
         self.urls = tuple(_checked(without_user(url)) for url in urls)
         if not self.urls:
             raise InvalidArgument(
-                "no etcd endpoint given; set TRIREME_ETCD to http(s)://host:port[,…] or unix:///path/of/socket"
+                "no etcd endpoint given; set TRIREME_ETCD to http(s)://host:port[,…] or "
+                "unix:///path/of/socket"
             )
         self._ssl = _ssl_context(ca, cert, key) if any(url.startswith("https") for url in self.urls) else None
         self._user, self._password = user, password
@@ -142,7 +160,9 @@ class Etcd3Transport:
                         raise await _refusal(response, where, write=False)
                 _notice_dead_peer(response)
                 async for line in _lines(response, lambda: self._check_quiet(endpoint), endpoint.heard):
-                    yield self._checked_answer(_unwrapped(decode(line), where, write=False), where, write=False)
+                    yield self._checked_answer(
+                        _unwrapped(decode(line), where, write=False), where, write=False
+                    )
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self._move_on(index)
             raise Retryable(f"{where} broke: {type(error).__name__}: {error}") from error
@@ -182,10 +202,14 @@ class Etcd3Transport:
                 self._move_on(index)
                 failure = error
                 # a UNIX socket is gone once its etcd has ended
-                down &= isinstance(getattr(error, "os_error", None), ConnectionRefusedError | FileNotFoundError)
+                down &= isinstance(
+                    getattr(error, "os_error", None), ConnectionRefusedError | FileNotFoundError
+                )
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 self._move_on(index)
-                raise unanswered(f"{where} broke off: {type(error).__name__}: {error}", write=write) from error
+                raise unanswered(
+                    f"{where} broke off: {type(error).__name__}: {error}", write=write
+                ) from error
             except Unauthenticated:
                 raise
             except TriremeError as error:
@@ -196,18 +220,23 @@ class Etcd3Transport:
         raise kind(f"cannot connect to etcd at {', '.join(self.urls)}: {failure}") from failure
 
     async def _check_quiet(self, endpoint: _Endpoint) -> None:
-        """A stream was quiet for QUIET_S. Raises Retryable if its endpoint sends nothing else either: one probe tells all streams."""
+        """A stream was quiet for QUIET_S. Raises Retryable if its endpoint sends nothing else either: one
+        probe tells all streams."""
         async with endpoint.probing:
             if not endpoint.silent and clock.monotonic() - endpoint.heard_at >= QUIET_S:
                 try:
-                    async with asyncio.timeout(PROBE_S), _posted(endpoint.unary, STATUS, b"{}", self.token) as response:
+                    async with (
+                        asyncio.timeout(PROBE_S),
+                        _posted(endpoint.unary, STATUS, b"{}", self.token) as response,
+                    ):
                         await response.read()
                     endpoint.heard()
                 except (aiohttp.ClientError, OSError):  # TimeoutError is one
                     endpoint.silent = True
         if endpoint.silent:
             raise Retryable(
-                f"etcd at {endpoint.url} is silent: nothing for {QUIET_S:g} s, and no answer within {PROBE_S:g} s"
+                f"etcd at {endpoint.url} is silent: nothing for {QUIET_S:g} s, and no answer "
+                f"within {PROBE_S:g} s"
             )
         if not self._quiet_told:
             self._quiet_told = True
@@ -235,12 +264,18 @@ class Etcd3Transport:
         cluster_id, raft_term = header.get("cluster_id", 0), header.get("raft_term", 0)
         if cluster_id:
             if self._cluster_id and cluster_id != self._cluster_id:
-                msg = f"{where} belongs to cluster {cluster_id:x}, before it was {self._cluster_id:x}; are the endpoints right, was etcd's data replaced?"
+                msg = (
+                    f"{where} belongs to cluster {cluster_id:x}, before it was {self._cluster_id:x}; "
+                    "are the endpoints right, was etcd's data replaced?"
+                )
                 raise unanswered(msg, write=write)
             self._cluster_id = cluster_id
         if raft_term:
             if raft_term < self._raft_term:
-                msg = f"{where} is at raft term {raft_term}, the cluster was seen at {self._raft_term}; that member is cut off"
+                msg = (
+                    f"{where} is at raft term {raft_term}, the cluster was seen at {self._raft_term}; "
+                    "that member is cut off"
+                )
                 raise unanswered(msg, write=write)
             self._raft_term = raft_term
         return answer
@@ -248,14 +283,17 @@ class Etcd3Transport:
     # ------------------------------------------------------------ log-in
 
     async def _log_in(self, refused: str | None) -> None:
-        """Get a token if a user is given and there is no token, or only the `refused` one; concurrent calls share the request."""
+        """Get a token if a user is given and there is no token, or only the `refused` one; concurrent calls
+        share the request."""
         if not self._user or (self.token is not None and self.token != refused):
             return
         async with self._login:
             if self.token is not None and self.token != refused:
                 return
             self.token = None
-            answer = await self._unary(AUTHENTICATE, {"name": self._user, "password": self._password}, write=False)
+            answer = await self._unary(
+                AUTHENTICATE, {"name": self._user, "password": self._password}, write=False
+            )
             self.token = answer["token"]
 
 
@@ -265,13 +303,15 @@ async def _posted(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     headers = {"Authorization": token} if token else {}
     timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
-    body = data if len(data) < LARGE_BODY_BYTES else io.BytesIO(data)  # aiohttp warns of large bodies that are bytes
+    # aiohttp warns of large bodies that are bytes
+    body = data if len(data) < LARGE_BODY_BYTES else io.BytesIO(data)
     async with client.call_rpc(method, body, raw=True, headers=headers, timeout=timeout) as response:
         yield response
 
 
 def _notice_dead_peer(response: aiohttp.ClientResponse) -> None:
-    """A connection whose other end is gone without a word breaks within seconds, also if other connections to etcd work."""
+    """A connection whose other end is gone without a word breaks within seconds, also if other connections to
+    etcd work."""
     connection = response.connection
     peer = connection.transport.get_extra_info("socket") if connection and connection.transport else None
     if peer is not None and peer.family != socket.AF_UNIX:
@@ -284,7 +324,8 @@ def _notice_dead_peer(response: aiohttp.ClientResponse) -> None:
 async def _lines(
     response: aiohttp.ClientResponse, on_quiet: Callable[[], Awaitable[None]], on_data: Callable[[], None]
 ) -> AsyncGenerator[bytes, None]:
-    """The lines of a stream, whatever their length (up to MAX_MESSAGE_BYTES): aiohttp's own lines end at 512 KiB."""
+    """The lines of a stream, whatever their length (up to MAX_MESSAGE_BYTES): aiohttp's own lines end at 512
+    KiB."""
     buffer = bytearray()
     while True:
         try:
@@ -344,7 +385,10 @@ def _ssl_context(ca: str, cert: str, key: str) -> ssl.SSLContext:
         if cert:
             context.load_cert_chain(cert, key or None)
     except OSError as error:  # ssl.SSLError is one
-        msg = f"cannot use the certificates for etcd (ca {ca!r}, cert {cert!r}, key {key!r}): {error}; give PEM files"
+        msg = (
+            f"cannot use the certificates for etcd (ca {ca!r}, cert {cert!r}, key {key!r}): {error}; "
+            "give PEM files"
+        )
         raise InvalidArgument(msg) from error
     return context
 
@@ -357,18 +401,28 @@ def _checked(url: str) -> str:
         port = parts.port
     except ValueError:
         port = None
-    if parts.scheme not in {"http", "https"} or not parts.hostname or port is None or parts.path not in {"", "/"}:
+    if (
+        parts.scheme not in {"http", "https"}
+        or not parts.hostname
+        or port is None
+        or parts.path not in {"", "/"}
+    ):
         raise InvalidArgument(
-            f"{url!r} is not an etcd endpoint; write it as http://host:2379, https://host:2379 or unix:///path/of/socket"
+            f"{url!r} is not an etcd endpoint; write it as http://host:2379, https://host:2379 or "
+            "unix:///path/of/socket"
         )
     return url.rstrip("/")
 
 
 def _checked_socket(url: str, host: str, path: str) -> str:
     if host or not path.startswith("/") or path.endswith("/"):
-        raise InvalidArgument(f"{url!r} is not the UNIX socket of an etcd; write it as unix:///path/of/socket")
+        raise InvalidArgument(
+            f"{url!r} is not the UNIX socket of an etcd; write it as unix:///path/of/socket"
+        )
     if len(path.encode()) > SOCKET_BYTES:
-        raise InvalidArgument(f"{url!r}: the path of a UNIX socket may have {SOCKET_BYTES} bytes; use a shorter one")
+        raise InvalidArgument(
+            f"{url!r}: the path of a UNIX socket may have {SOCKET_BYTES} bytes; use a shorter one"
+        )
     return url
 
 

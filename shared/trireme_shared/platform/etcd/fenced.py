@@ -1,6 +1,7 @@
 """Writes that depend on a role: the lock that gives it, and a write that lands once at most.
 
-acquire ─► token: the create-revision of the lock's key ─► FencedWrite compares it: whoever lost the lock writes nothing more
+acquire ─► token: the create-revision of the lock's key
+    ─► FencedWrite compares it: whoever lost the lock writes nothing more
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ JITTER_S = 0.05
 log = telemetry.logger("etcd.lock")
 
 
-async def try_acquire(etcd: Etcd, key: str, value: bytes, lease: Lease, *, timeout_s: float = 10.0) -> int | KeyValue:
-    """Tries once to take the lock: whoever creates the key holds it, and the key's create_revision is the fencing token.
+async def try_acquire(
+    etcd: Etcd, key: str, value: bytes, lease: Lease, *, timeout_s: float = 10.0
+) -> int | KeyValue:
+    """Tries once to take the lock: whoever creates the key holds it, and the key's create_revision is the
+    fencing token.
 
-        create(key) == 0 -> put(key, value, lease)  => held, token = revision of that put, larger than any token before
+        create(key) == 0 -> put(key, value, lease)  => held, token = revision of that put, larger than any
+                                                    token before
         else wait for the DELETE (with jitter), at most RECHECK_S, and try again
 
-    Holding it is only a belief until a write proves it: compare `Compare.create(key, "==", token)` in every transaction.
+    Holding it is only a belief until a write proves it: compare `Compare.create(key, "==", token)` in every
+    transaction.
 
     Returns the token if `lease` holds the lock now, else the holder's key.
 
-    Raises LeaseLost if the lease is no more, OutcomeUnknown if etcd lost the answer (try again: a lock that was
-    taken by the lost request is recognised by its lease).
+    Raises LeaseLost if the lease is no more, OutcomeUnknown if etcd lost the answer (try again: a lock that
+    was taken by the lost request is recognised by its lease).
     """
     lease.check()
 
@@ -66,7 +72,8 @@ async def acquire(
 ) -> int:
     """Wait until `lease` holds the lock and return its token. Raises LeaseLost when the lease is lost before.
 
-    `on_wait(holder)` is awaited each time before waiting: a candidate may probe the holder there and revoke its lease.
+    `on_wait(holder)` is awaited each time before waiting: a candidate may probe the holder there and revoke
+    its lease.
     """
     while True:
         try:
@@ -84,8 +91,8 @@ async def acquire(
 
 
 async def _until_free(etcd: Etcd, key: str, lease: Lease) -> None:
-    """Until the holder's key is deleted, the lease is lost, or RECHECK_S is over. It looks first: the revision at which the holder came
-    may be compacted."""
+    """Until the holder's key is deleted, the lease is lost, or RECHECK_S is over. It looks first: the
+    revision at which the holder came may be compacted."""
     limit_s = min(RECHECK_S, max(lease.remaining_s, 0.001))
     watch = etcd.watch(key)
     with suppress(TimeoutError):
@@ -111,9 +118,9 @@ class FencedWrite:
 
     `landed(what `reads` found)` answers the revision at which an earlier attempt landed, or 0.
 
-    `on_error` is told why there is no answer yet; without it the log is, at first and then ever more rarely. `reads` are part of the
-    transaction, taken when it is refused; with `read_apart` they are a second one after a refusal, so that the write itself stays
-    as small as it can be.
+    `on_error` is told why there is no answer yet; without it the log is, at first and then ever more rarely.
+    `reads` are part of the transaction, taken when it is refused; with `read_apart` they are a second one
+    after a refusal, so that the write itself stays as small as it can be.
     """
 
     etcd: Etcd
@@ -126,11 +133,13 @@ class FencedWrite:
     on_error: Callable[[PeerError], None] | None = None
 
     async def attempt(self) -> int | TxnResult:
-        """The revision at which it landed, or what was read. Raises OutcomeUnknown, Retryable: attempt it again."""
+        """The revision at which it landed, or what was read. Raises OutcomeUnknown, Retryable: attempt it
+        again."""
         return await self._outcome(await self._send())
 
     async def until_answered(self, check: Callable[[], None], pause_s: float) -> int | TxnResult:
-        """As `attempt`, repeated until there is an answer. `check` raises when it must not be sent any more."""
+        """As `attempt`, repeated until there is an answer. `check` raises when it must not be sent any
+        more."""
         failures, notices = 0, Notices()
         while True:
             check()

@@ -1,9 +1,12 @@
-"""What goes to etcd and comes back, as values, and the interface that carries it. etcd's limits are checked before sending.
+"""What goes to etcd and comes back, as values, and the interface that carries it. etcd's limits are checked
+before sending.
 
-    Compare, Put, Delete, Get ─► Transport: one attempt of one request or stream ─► KeyValue, RangeResult, TxnResult, WatchBatch
+    Compare, Put, Delete, Get ─► Transport: one attempt of one request or stream
+        ─► KeyValue, RangeResult, TxnResult, WatchBatch
 
-Everything above Transport is the same for a real etcd (etcd3_transport.py) and the simulated one of the tests. Bodies are dicts with
-etcd's JSON field names, but native values: keys and values are bytes, int64 are ints, absent fields are zero.
+Everything above Transport is the same for a real etcd (etcd3_transport.py) and the simulated one of the
+tests. Bodies are dicts with etcd's JSON field names, but native values: keys and values are bytes, int64 are
+ints, absent fields are zero.
 """
 
 from __future__ import annotations
@@ -17,7 +20,12 @@ from trireme_shared.platform.etcd.errors import Fatal, LimitExceeded
 Body = dict[str, Any]
 
 RANGE, PUT, DELETE, TXN, COMPACT = "/kv/range", "/kv/put", "/kv/deleterange", "/kv/txn", "/kv/compaction"
-GRANT, REVOKE, KEEP_ALIVE, TIME_TO_LIVE = "/lease/grant", "/lease/revoke", "/lease/keepalive", "/lease/timetolive"
+GRANT, REVOKE, KEEP_ALIVE, TIME_TO_LIVE = (
+    "/lease/grant",
+    "/lease/revoke",
+    "/lease/keepalive",
+    "/lease/timetolive",
+)
 WATCH, STATUS, AUTHENTICATE = "/watch", "/maintenance/status", "/auth/authenticate"
 
 _WRITES = frozenset({PUT, DELETE, COMPACT, GRANT, REVOKE})
@@ -216,7 +224,8 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class RangeResult:
-    """Keys in order at `revision`; `count` is the number in the whole range, also when a limit cut `kvs` (`more`)."""
+    """Keys in order at `revision`; `count` is the number in the whole range, also when a limit cut `kvs`
+    (`more`)."""
 
     revision: int
     kvs: tuple[KeyValue, ...] = ()
@@ -235,8 +244,8 @@ class RangeResult:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`revision` is that of the transaction's writes if it succeeded. One result per operation of the branch taken:
-    a RangeResult for Get, the number of deleted keys for Delete, None for Put."""
+    """`revision` is that of the transaction's writes if it succeeded. One result per operation of the branch
+    taken: a RangeResult for Get, the number of deleted keys for Delete, None for Put."""
 
     succeeded: bool
     revision: int
@@ -290,7 +299,8 @@ class WatchEvent:
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """`reset`: replace the known state by `kvs` (all keys of the range at `revision`); else apply `events`."""
+    """`reset`: replace the known state by `kvs` (all keys of the range at `revision`); else apply
+    `events`."""
 
     revision: int
     events: Sequence[WatchEvent] = ()
@@ -300,12 +310,13 @@ class WatchBatch:
 
 class Transport(Protocol):
     async def call(self, method: str, body: Body, timeout_s: float) -> Body:
-        """One attempt of at most `timeout_s`. Raises the errors of errors.py; Retryable means: nothing was written."""
+        """One attempt of at most `timeout_s`. Raises the errors of errors.py; Retryable means: nothing was
+        written."""
         ...
 
     def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
-        """The messages of a server stream until it ends or breaks (Retryable): also when it is quiet and etcd answers nothing else
-        either. Close it (`contextlib.aclosing`)."""
+        """The messages of a server stream until it ends or breaks (Retryable): also when it is quiet and etcd
+        answers nothing else either. Close it (`contextlib.aclosing`)."""
         ...
 
     async def close(self) -> None: ...
@@ -314,5 +325,7 @@ class Transport(Protocol):
 def is_write(method: str, body: Body) -> bool:
     """Whether repeating the request after a lost answer could do something twice."""
     if method == TXN:
-        return any("request_range" not in op for branch in ("success", "failure") for op in body.get(branch, ()))
+        return any(
+            "request_range" not in op for branch in ("success", "failure") for op in body.get(branch, ())
+        )
     return method in _WRITES

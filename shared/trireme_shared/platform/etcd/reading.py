@@ -1,7 +1,7 @@
 """Reading values in etcd, which any program, another version of this program or a person may have written.
 
-`read_record`: for members, requests and information. A value that cannot be read is skipped.
-`must_read`, `understood`: for the job itself. A guess could lose records, so an error names the key and ends the process.
+`read_record`: for members, requests and information. A value that cannot be read is skipped. `must_read`,
+`understood`: for the job itself. A guess could lose records, so an error names the key and ends the process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def understood(key: str, value: bytes) -> Iterator[None]:
         yield
     except (ValueError, LookupError, NotFound) as error:
         msg = f"{key} in etcd cannot be understood: {value[:SHOWN_BYTES]!r}: {error}"
-        hint = "was it written by another version of Trireme, or by hand? Put its old value back, or start a new job"
+        hint = (
+            "was it written by another version of Trireme, or by hand? Put its old value back, or "
+            "start a new job"
+        )
         raise StateUnreadable(msg, hint=hint, key=key) from error
 
 
@@ -77,8 +80,11 @@ async def read_below(etcd: Etcd, prefix: str, page: int = PAGE) -> tuple[dict[st
     raise NotReady(f"etcd deleted the history of {prefix} {READS} times while it was read; try again")
 
 
-async def read_at(etcd: Etcd, prefix: str, revision: int = 0, *, page: int = PAGE) -> tuple[dict[str, KeyValue], int]:
-    """The keys at that revision (0: now), and the revision. `prefix` ends with `/`. Raises Compacted, PeerError."""
+async def read_at(
+    etcd: Etcd, prefix: str, revision: int = 0, *, page: int = PAGE
+) -> tuple[dict[str, KeyValue], int]:
+    """The keys at that revision (0: now), and the revision. `prefix` ends with `/`. Raises Compacted,
+    PeerError."""
     found: dict[str, KeyValue] = {}
     first, end = prefix, prefix[:-1] + "0"  # "0" follows "/"
     while True:

@@ -5,9 +5,9 @@ Directory is the view: spec, state, trainers, slots, layout, pservers, master, k
     run(): snapshot -> events -> ... for ever; an outage of etcd only makes the view stale
     wait_for(predicate): wait here until the job is in a certain state
 
-Reading never waits. A stale view is safe: generation and term fence what members do.
-The list of trainers is long in a large job, and changes often while it starts. So it is read once, and then only changes of it
-are followed; if one is missing (two in one transaction, history that was compacted), the list is read again.
+Reading never waits. A stale view is safe: generation and term fence what members do. The list of trainers is
+long in a large job, and changes often while it starts. So it is read once, and then only changes of it are
+followed; if one is missing (two in one transaction, history that was compacted), the list is read again.
 
 OwnKey is one leased key that only this process writes, kept equal to a wanted record:
 
@@ -15,8 +15,8 @@ OwnKey is one leased key that only this process writes, kept equal to a wanted r
                            └─ lease over by the local clock ─► in doubt: ask etcd, until it answers
                                 mine ─► new lease   gone, nobody has the place ─► created again   another's ─► lost
 
-Who is in doubt does nothing that only a holder may do, and keeps what it has. Where etcd refuses connections it is down: then
-nobody can take the key, and its holder goes on.
+Who is in doubt does nothing that only a holder may do, and keeps what it has. Where etcd refuses connections
+it is down: then nobody can take the key, and its holder goes on.
 """
 
 from __future__ import annotations
@@ -70,14 +70,16 @@ LOOK_ATTEMPT_S = 1.0  # of one look after the lease is over
 LOOK_AGAIN_S = 0.05
 RELEASE_S = 2.0
 RETURN_S = (
-    5.0  # after a silence of etcd whoever lost its lease needs so long at least to come back, however short leases are
+    # after a silence of etcd whoever lost its lease needs so long at least to come back, however short leases
+    # are
+    5.0
 )
 R = TypeVar("R", PserverMember, TrainerMember, CommunicatorMember)
 
 
 class Directory:
-    """Each attribute is None if its key does not exist, or cannot be parsed (which is logged). `observers` are called after each
-    change, before anybody who waits for it goes on."""
+    """Each attribute is None if its key does not exist, or cannot be parsed (which is logged). `observers`
+    are called after each change, before anybody who waits for it goes on."""
 
     def __init__(self, etcd: Etcd, keys: Keys) -> None:
         self.keys = keys
@@ -103,7 +105,8 @@ class Directory:
         phase = f"{self.state.phase} generation {self.state.generation}" if self.state else "no job"
         master = self.master.url if self.master else "none"
         return (
-            f"<Directory {self.keys.job} at {self.revision}: {phase}, {len(self.pservers)} pservers, master {master}>"
+            f"<Directory {self.keys.job} at {self.revision}: {phase}, {len(self.pservers)} pservers, "
+            f"master {master}>"
         )
 
     @property
@@ -158,7 +161,8 @@ class Directory:
         return True
 
     async def wait_for(self, predicate: Callable[[Directory], bool], timeout_s: float, what: str) -> None:
-        """Wait until `predicate(self)` holds. Raises DeadlineExceeded, which names `what`, after `timeout_s`."""
+        """Wait until `predicate(self)` holds. Raises DeadlineExceeded, which names `what`, after
+        `timeout_s`."""
         deadline = clock.monotonic() + timeout_s
         while not predicate(self):
             if not await self.changed(self.revision, deadline - clock.monotonic()):
@@ -170,10 +174,13 @@ class Directory:
     # ------------------------------------------------------------ the list of trainers
 
     async def _trainers_at(self, batch: WatchBatch) -> TrainerList:
-        """The list at the batch's revision; read from etcd only if what is known and what changed do not tell. Raises Compacted."""
+        """The list at the batch's revision; read from etcd only if what is known and what changed do not
+        tell. Raises Compacted."""
         key = self.keys.trainers_change
         kvs = batch.kvs if batch.reset else [event.kv for event in batch.events if event.type == "put"]
-        changes = [change for kv in kvs if kv.key == key and (change := read_record(TrainersChange, key, kv.value))]
+        changes = [
+            change for kv in kvs if kv.key == key and (change := read_record(TrainersChange, key, kv.value))
+        ]
         if batch.reset and not changes:
             return TrainerList()
         found: TrainerList | None = self.trainers
@@ -248,8 +255,8 @@ class Directory:
 
 
 def may_return_s(silent_at: float, ttl_s: float) -> float:
-    """For how long members whose lease of `ttl_s` ran out may still come back, because etcd was silent at `silent_at` (seconds since
-    boot; see Etcd). 0 or less: who is gone is gone."""
+    """For how long members whose lease of `ttl_s` ran out may still come back, because etcd was silent at
+    `silent_at` (seconds since boot; see Etcd). 0 or less: who is gone is gone."""
     return silent_at + max(ttl_s, RETURN_S) - clock.since_boot()
 
 
@@ -269,7 +276,9 @@ class OwnKey(Generic[R]):
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.key or 'unclaimed'} of {self.record.incarnation}: {self._lease!r}>"
+        return (
+            f"<{type(self).__name__} {self.key or 'unclaimed'} of {self.record.incarnation}: {self._lease!r}>"
+        )
 
     @property
     def lease(self) -> Lease:
@@ -280,12 +289,13 @@ class OwnKey(Generic[R]):
 
     @property
     def in_doubt(self) -> bool:
-        """The lease is over by the local clock, and etcd has not said yet whether the key is still this process's. Not while etcd is
-        down: nobody else can have it then."""
+        """The lease is over by the local clock, and etcd has not said yet whether the key is still this
+        process's. Not while etcd is down: nobody else can have it then."""
         return self._lease is not None and not self._lease.alive and not self._etcd_down
 
     async def certain(self) -> bool:
-        """Wait until the key is not in doubt; answers whether it was. Raises DeadlineExceeded after OUTAGE_S."""
+        """Wait until the key is not in doubt; answers whether it was. Raises DeadlineExceeded after
+        OUTAGE_S."""
         waited = self.in_doubt
         deadline = clock.monotonic() + OUTAGE_S
         while self.in_doubt:
@@ -301,7 +311,8 @@ class OwnKey(Generic[R]):
         return Compare.create(self.key, "==", self._created)
 
     async def claim(self, key: str, ttl_s: float, **fields: Any) -> bool:
-        """Create the key with these fields of the record; False if it exists. Raises PeerError: claim again."""
+        """Create the key with these fields of the record; False if it exists. Raises PeerError: claim
+        again."""
         lease = self._granted = await self._etcd.grant(ttl_s)
         fields["lease"] = lease.id
         value = self.record.model_copy(update=fields).to_bytes()
@@ -344,14 +355,16 @@ class OwnKey(Generic[R]):
         """Before the key, which was gone with its lease, is created again: `record` may say so."""
 
     def look(self) -> None:
-        """By what is known of the job the key is gone or another's: `hold` asks etcd. Whoever deleted it may not have revoked the lease: it died in
-        between, or its answer was lost and another process had the place before it asked again."""
+        """By what is known of the job the key is gone or another's: `hold` asks etcd. Whoever deleted it may
+        not have revoked the lease: it died in between, or its answer was lost and another process had the
+        place before it asked again."""
         if self._lease is not None and self._lease.alive:  # else etcd is asked anyway
             self._changed.set()
 
     async def write(self, **fields: Any) -> bool:
-        """Change the record and write it now; False: the key is lost. Raises PeerError, LeaseLost (also while the lease is being
-        replaced): the fields are what they were before, and whether etcd took them is unknown; write again."""
+        """Change the record and write it now; False: the key is lost. Raises PeerError, LeaseLost (also while
+        the lease is being replaced): the fields are what they were before, and whether etcd took them is
+        unknown; write again."""
         before = self.record
         self.record = before.model_copy(update=fields)
         try:
@@ -363,8 +376,8 @@ class OwnKey(Generic[R]):
             raise
 
     async def release(self, *, asked: bool = False) -> None:
-        """Give the key up at once; if etcd is away, its lease runs out by itself. `asked`: this process was told to leave. The key says
-        so first, so that nobody takes it for dead."""
+        """Give the key up at once; if etcd is away, its lease runs out by itself. `asked`: this process was
+        told to leave. The key says so first, so that nobody takes it for dead."""
         self._released = True
         lease = self._lease or self._granted  # a claim that was cancelled may have written the key
         if lease is None:
@@ -403,13 +416,15 @@ class OwnKey(Generic[R]):
                 self._changed.set()
 
     async def _write_record(self) -> bool | None:
-        """False: the key is lost. None: not now, its lease is being replaced or its value was written meanwhile."""
+        """False: the key is lost. None: not now, its lease is being replaced or its value was written
+        meanwhile."""
         if self._lost:
             return False
         lease = self.lease
         found = await self._etcd.get(self.key)
         if lease is not self._lease or not lease.alive:
-            # `found` may be older than a key created again, and a write could take the key back to the lease that is over
+            # `found` may be older than a key created again, and a write could take the key back to the lease
+            # that is over
             return None
         if found is None or not self._is_mine(found):
             await self._give_up(lease)
@@ -417,14 +432,16 @@ class OwnKey(Generic[R]):
         return await self._put(lease, self._unchanged(found)) > 0 or None
 
     async def _give_up(self, lease: Lease) -> None:
-        """The key is gone or another's although the lease is alive: it was deleted. `hold` ends, so that the process starts anew."""
+        """The key is gone or another's although the lease is alive: it was deleted. `hold` ends, so that the
+        process starts anew."""
         self._lost = self._gives_up = True
         with contextlib.suppress(PeerError, TimeoutError):
             async with asyncio.timeout(RELEASE_S):
                 await lease.revoke()
 
     async def _renew_lease(self, over: Lease) -> bool:
-        """A new lease under the key if it is still this process's, or nobody's because the old one ran out. False: it is lost."""
+        """A new lease under the key if it is still this process's, or nobody's because the old one ran out.
+        False: it is lost."""
         deadline = clock.monotonic() + OUTAGE_S
         while clock.monotonic() < deadline and not self._released:
             try:
@@ -439,7 +456,9 @@ class OwnKey(Generic[R]):
                 if (revision := await self._put(lease, proofs)) > 0:
                     self._created = found.create_revision if found is not None else revision
                     self.record, self._lease = self.record.with_fields(lease=lease.id), lease
-                    log.info("lease_replaced", key=self.key, lease=f"{lease.id:x}", created_again=found is None)
+                    log.info(
+                        "lease_replaced", key=self.key, lease=f"{lease.id:x}", created_again=found is None
+                    )
                     return True
                 await asyncio.sleep(ids.jitter(LOOK_AGAIN_S))
             except (PeerError, LeaseLost) as error:
@@ -456,14 +475,16 @@ class OwnKey(Generic[R]):
         return None if over.revoked else await self._place_is_kept()
 
     async def _place_is_kept(self) -> Sequence[Compare] | None:
-        """The lease ran out and nobody has the key: what has to hold for this process to create it again. None: it may not."""
+        """The lease ran out and nobody has the key: what has to hold for this process to create it again.
+        None: it may not."""
         return [self._is_free()]
 
     def _is_free(self) -> Compare:
         return Compare.create(self.key, "==", 0)
 
     def _unchanged(self, found: KeyValue) -> Sequence[Compare]:
-        # mod, not create: an attempt without an answer that arrives late would put an old value and an old lease back
+        # mod, not create: an attempt without an answer that arrives late would put an old value and an old
+        # lease back
         return [Compare.mod(self.key, "==", found.mod_revision)]
 
     async def _put(self, lease: Lease, proofs: Sequence[Compare]) -> int:

@@ -1,4 +1,5 @@
-"""How to reach the job's etcd: addresses, user, certificates. The password comes from the environment or a file, never from a record."""
+"""How to reach the job's etcd: addresses, user, certificates. The password comes from the environment or a
+file, never from a record."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ PASSWORD = "TRIREME_ETCD_PASSWORD"  # noqa: S105  the variable's name
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """`urls`: a user and a password in them are left out. `password_file`: its first line is the password, if `password` is empty.
-    `ca`, `cert`, `key`: PEM files."""
+    """`urls`: a user and a password in them are left out. `password_file`: its first line is the password, if
+    `password` is empty. `ca`, `cert`, `key`: PEM files."""
 
     urls: tuple[str, ...]
     user: str = ""
@@ -36,7 +37,9 @@ class EtcdAccess:
 
     def connect(self) -> Etcd:
         """A client; close it at the end. Raises InvalidArgument if an address or a file cannot be used."""
-        return connect(self.urls, user=self.user, password=self._password(), ca=self.ca, cert=self.cert, key=self.key)
+        return connect(
+            self.urls, user=self.user, password=self._password(), ca=self.ca, cert=self.cert, key=self.key
+        )
 
     def _password(self) -> str:
         if self.password or not self.password_file:
@@ -44,12 +47,16 @@ class EtcdAccess:
         try:
             return Path(self.password_file).read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"the password file {self.password_file} of etcd cannot be read: {error}") from error
+            raise InvalidArgument(
+                f"the password file {self.password_file} of etcd cannot be read: {error}"
+            ) from error
 
     def environment(self) -> dict[str, str]:
         """The TRIREME_ETCD* variables of a member."""
         found = {"TRIREME_ETCD": ",".join(self.urls)}
-        found |= {f"TRIREME_ETCD_{name.upper()}": getattr(self, name) for name in _NAMES if getattr(self, name)}
+        found |= {
+            f"TRIREME_ETCD_{name.upper()}": getattr(self, name) for name in _NAMES if getattr(self, name)
+        }
         return found | ({PASSWORD: self.password} if self.password else {})
 
     def facts(self) -> dict[str, str]:

@@ -1,7 +1,10 @@
-"""Whether a member's process works, for whoever supervises it: a sign of life beside its lease, and the processor time it takes.
+"""Whether a member's process works, for whoever supervises it: a sign of life beside its lease, and the
+processor time it takes.
 
-the event loop runs ─► `write` every few tenths of a second        user code keeps the interpreter ─► the sign gets old
-                                                                    supervisor: old, and the process is not stopped ─► it renews the lease
+the event loop runs ─► `write` every few tenths of a second        user code keeps the interpreter
+    ─► the sign gets old
+                                                                    supervisor: old, and the process is not
+                                                                        stopped ─► it renews the lease
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ import psutil
 from trireme_shared.platform.runtime import clock
 
 FILE = "TRIREME_LIFE_FILE"
-LATE = 0.3  # of a TTL without a sign: a third of it is left until the member would have renewed its lease twice
+# of a TTL without a sign: a third of it is left until the member would have renewed its lease twice
+LATE = 0.3
 LEAST_LATE_S = 0.5
 _LAYOUT = struct.Struct("<QQddI")  # the last: a checksum, since the reader may meet a write half done
 
 
 @dataclass(frozen=True, slots=True)
 class LifeSign:
-    """`at`: when the event loop of process `pid` ran last, by the clock that all processes of a machine share. `lease`: that it holds, of `ttl_s` seconds."""
+    """`at`: when the event loop of process `pid` ran last, by the clock that all processes of a machine
+    share. `lease`: that it holds, of `ttl_s` seconds."""
 
     pid: int
     lease: int
@@ -80,7 +85,8 @@ class LifeFile:
             self._path.unlink(missing_ok=True)
 
 
-WORKS_FROM = 0.05  # of a processor; who only waits for an answer, or asks again and again, takes about a hundredth
+# of a processor; who only waits for an answer, or asks again and again, takes about a hundredth
+WORKS_FROM = 0.05
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # by a signal, by a debugger
 
 
@@ -92,8 +98,13 @@ class ProcessorUse:
     stopped: bool
 
     def works(self, before: ProcessorUse | None, elapsed_s: float) -> bool:
-        """Whether it has worked since `before`, `elapsed_s` ago; not if it is stopped by now, or if nothing is known of then."""
-        return before is not None and not self.stopped and self.seconds - before.seconds >= WORKS_FROM * elapsed_s
+        """Whether it has worked since `before`, `elapsed_s` ago; not if it is stopped by now, or if nothing
+        is known of then."""
+        return (
+            before is not None
+            and not self.stopped
+            and self.seconds - before.seconds >= WORKS_FROM * elapsed_s
+        )
 
 
 def processor_use(pid: int) -> ProcessorUse | None:

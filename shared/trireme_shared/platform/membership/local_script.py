@@ -36,8 +36,9 @@ class LocalScripts:
         return f"<LocalScripts in {self._folder or 'the temporary folder'}>"
 
     async def find(self, script: str, sources: Mapping[str, str]) -> Path:
-        """`script`, `sources`: those of the job's spec. Raises ScriptChanged if a file is not what `sources` say; InvalidArgument if it is not there, or is not what its digest says; PeerError if
-        etcd or the storage does not answer."""
+        """`script`, `sources`: those of the job's spec. Raises ScriptChanged if a file is not what `sources`
+        say; InvalidArgument if it is not there, or is not what its digest says; PeerError if etcd or the
+        storage does not answer."""
         try:
             stored = stored_source(script)
         except ValueError as error:
@@ -63,7 +64,11 @@ class LocalScripts:
         found = await self._etcd.get(key)
         source = read_record(Source, key, found.value) if found is not None else None
         if source is None:
-            msg = f"etcd has no script {script}: {key} does not exist" if found is None else f"{key} is no script"
+            msg = (
+                f"etcd has no script {script}: {key} does not exist"
+                if found is None
+                else f"{key} is no script"
+            )
             raise InvalidArgument(msg, hint=_HINT)
         if source.digest != digest:
             msg = f"{key} holds a script with the digest {source.digest[:12]}, not {digest[:12]}"
@@ -105,8 +110,8 @@ MAX_FILES = 256  # of one job
 
 
 class ScriptChanged(InvalidArgument):
-    """A file is not what it was when the job was created. Not the job's failure: the job goes on with the files of before, or when it
-    is started again."""
+    """A file is not what it was when the job was created. Not the job's failure: the job goes on with the
+    files of before, or when it is started again."""
 
     code = "SCRIPT_CHANGED"
 
@@ -118,14 +123,17 @@ def digest_of(path: Path) -> str:
 
 
 def check_digests(script: Path, digests: Mapping[str, str]) -> None:
-    """Compare a script and the modules beside it with the digests that were fixed when the job was created: members do before they import.
+    """Compare a script and the modules beside it with the digests that were fixed when the job was created:
+    members do before they import.
 
         spec.sources = {"train.py": sha256, "features/text.py": sha256, ...}
 
-    So all members of a job run the same code, also one that is started again after somebody has changed a file. The digests do not
-    stop whoever can write both the files and the spec: those belong to the user who trains.
+    So all members of a job run the same code, also one that is started again after somebody has changed a
+    file. The digests do not stop whoever can write both the files and the spec: those belong to the user who
+    trains.
 
-    `digests`: path below the script's folder -> digest; empty: nobody has fixed any. Blocks. Raises ScriptChanged.
+    `digests`: path below the script's folder -> digest; empty: nobody has fixed any. Blocks. Raises
+    ScriptChanged.
     """
     for name, expected in digests.items():
         path = script.resolve().parent / name
@@ -134,6 +142,9 @@ def check_digests(script: Path, digests: Mapping[str, str]) -> None:
         except OSError as error:
             found = f"unreadable ({error.strerror})"
         if found != expected:
-            msg = f"{path} has changed since the job was created: its SHA-256 is {found[:12]}, the job's spec has {expected[:12]}"
+            msg = (
+                f"{path} has changed since the job was created: its SHA-256 is {found[:12]}, the job's "
+                f"spec has {expected[:12]}"
+            )
             hint = "restore it, or stop the job and start it again: it then goes on with the changed file"
             raise ScriptChanged(msg, hint=hint)

@@ -22,11 +22,11 @@ CONFIGURATION = 2  # exit code of a process whose settings cannot be used
 
 
 class MemberSettings(BaseSettings):
-    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `token`, or the content of `token_file`: what this process shows to
-    others; it accepts it, too, with all roles, unless `tokens_file` is a table of those that it accepts, or `tokens` such a table
-    as text. `advertise`: the host that peers use. `allowed_hosts`:
-    more names by which requests may call this service. `tls_...`: see Tls. `sources`: the folder for scripts that come from etcd or from a URL; "": a
-    folder of this user below the system's temporary one."""
+    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `token`, or the content of `token_file`: what
+    this process shows to others; it accepts it, too, with all roles, unless `tokens_file` is a table of those
+    that it accepts, or `tokens` such a table as text. `advertise`: the host that peers use. `allowed_hosts`:
+    more names by which requests may call this service. `tls_...`: see Tls. `sources`: the folder for scripts
+    that come from etcd or from a URL; "": a folder of this user below the system's temporary one."""
 
     model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
 
@@ -68,7 +68,10 @@ class MemberSettings(BaseSettings):
     @classmethod
     def _protected(cls, value: str, info: ValidationInfo) -> str:
         if not (is_loopback(value) or any(info.data.get(name) for name in TOKENS)):
-            msg = f"{value} lets other hosts reach this process, and no token protects it; set TRIREME_TOKEN or TRIREME_TOKENS_FILE"
+            msg = (
+                f"{value} lets other hosts reach this process, and no token protects it; set "
+                "TRIREME_TOKEN or TRIREME_TOKENS_FILE"
+            )
             raise ValueError(msg)
         return value
 

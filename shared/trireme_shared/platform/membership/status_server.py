@@ -30,8 +30,9 @@ class Collector(Protocol):
 
 
 class StatusServer:
-    """`missing`: why the member is not ready; "": it is. `beside`: what else /readyz says, in time for who asks; it changes nothing
-    about whether the member is ready. The metrics of the process come with those of `collector`."""
+    """`missing`: why the member is not ready; "": it is. `beside`: what else /readyz says, in time for who
+    asks; it changes nothing about whether the member is ready. The metrics of the process come with those of
+    `collector`."""
 
     def __init__(
         self,
@@ -56,7 +57,9 @@ class StatusServer:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
-        runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=SHUTDOWN_S)
+        runner = web.AppRunner(
+            app, access_log=None, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=SHUTDOWN_S
+        )
         async with listening(runner, self.arrivals, host, port, tls) as bound:
             yield bound
 

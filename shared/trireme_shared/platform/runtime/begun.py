@@ -1,11 +1,14 @@
-"""What a process is at work on, kept in a file that outlives it: whoever comes after it learns at what it died.
+"""What a process is at work on, kept in a file that outlives it: whoever comes after it learns at what it
+died.
 
-    with journal.at(b"task 7, minibatch 3"):   two stores into a mapped file, no system call; a SIGKILL leaves them there
+    with journal.at(b"task 7, minibatch 3"):   two stores into a mapped file, no system call; a SIGKILL leaves
+                                               them there
         user code
-    left_by(path) ─► Left(process, works, pardoned)     read by the supervisor when the process has ended, and by its successor
+    left_by(path) ─► Left(process, works, pardoned)
+        read by the supervisor when the process has ended, and by its successor
 
-A process that ends in order leaves nothing begun. One that is told to stop, or that its supervisor ends because it was frozen, is pardoned:
-its end says nothing of its work.
+A process that ends in order leaves nothing begun. One that is told to stop, or that its supervisor ends
+because it was frozen, is pardoned: its end says nothing of its work.
 
     process name (256 bytes) │ pardoned (1) │ SLOTS times [state (1) │ work (SLOT_BYTES - 1)]
 """
@@ -45,8 +48,8 @@ log = telemetry.logger("begun")
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a process that has ended had begun. `process`: as it called itself; `works`: as given to `at`; `hung`: it ended itself, because
-    they took too long."""
+    """What a process that has ended had begun. `process`: as it called itself; `works`: as given to `at`;
+    `hung`: it ended itself, because they took too long."""
 
     process: str
     works: tuple[bytes, ...]
@@ -128,8 +131,8 @@ class Journal:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """In this block the calling thread waits for another process, in the middle of its work: if this process ends now, or this takes
-        long, its work is not to blame."""
+        """In this block the calling thread waits for another process, in the middle of its work: if this
+        process ends now, or this takes long, its work is not to blame."""
         slot = getattr(self._of_thread, "slot", None)
         if slot is None:
             yield
@@ -150,25 +153,31 @@ class Journal:
         self._rested[slot] = clock.monotonic()
 
     def overlapping(self, seconds: float) -> tuple[bytes, ...]:
-        """The works that some thread was at in the last `seconds`, also those that have ended since; of each slot the last one."""
+        """The works that some thread was at in the last `seconds`, also those that have ended since; of each
+        slot the last one."""
         since = clock.monotonic() - seconds
         slots = [
             *self._busy,
             *(slot for slot, at in list(self._rested.items()) if at >= since and slot not in self._busy),
         ]
-        return tuple(dict.fromkeys(self._memory[slot + 1 : slot + SLOT_BYTES].rstrip(b"\0") for slot in slots))
+        return tuple(
+            dict.fromkeys(self._memory[slot + 1 : slot + SLOT_BYTES].rstrip(b"\0") for slot in slots)
+        )
 
     def pardon(self) -> None:
         """This process was told to stop: its end says nothing of its work."""
         self._memory[_PARDONED] = 1
 
     def watch(self, limit_s: float) -> None:
-        """End this process once one work has taken longer than `limit_s`, also if it keeps the interpreter. The tracebacks of all threads go
-        to standard error. Time in which the process was frozen does not count."""
+        """End this process once one work has taken longer than `limit_s`, also if it keeps the interpreter.
+        The tracebacks of all threads go to standard error. Time in which the process was frozen does not
+        count."""
         look_s = min(MOST_LOOK_S, max(LEAST_LOOK_S, limit_s / LOOKS))
         arm = partial(faulthandler.dump_traceback_later, limit_s + 2 * look_s, exit=True)
         arm()  # before any work begins: it may keep the interpreter at once
-        self._watching = threading.Thread(target=self._watch, args=(limit_s, look_s, arm), name="begun", daemon=True)
+        self._watching = threading.Thread(
+            target=self._watch, args=(limit_s, look_s, arm), name="begun", daemon=True
+        )
         self._watching.start()
 
     def close(self) -> None:
@@ -183,7 +192,8 @@ class Journal:
         os.close(self._file)
 
     def _watch(self, limit_s: float, look_s: float, arm: Callable[[], None]) -> None:
-        """`arm`: lets a thread of C, which needs no interpreter, end the process later, if this thread cannot run by then."""
+        """`arm`: lets a thread of C, which needs no interpreter, end the process later, if this thread cannot
+        run by then."""
         spent: dict[tuple[int, int], float] = {}  # by slot and number
         before = clock.monotonic()
         while not self._closed.wait(look_s):
@@ -207,7 +217,8 @@ class Journal:
 
 
 def _own_file(path: Path) -> tuple[Path, int]:
-    """Opened, and locked as long as this process lives. The locks of POSIX do not go to children, which may live on."""
+    """Opened, and locked as long as this process lives. The locks of POSIX do not go to children, which may
+    live on."""
     for number in range(_NAMESAKES):
         chosen = path.with_name(f"{path.name}.{number}") if number else path
         descriptor = os.open(chosen, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

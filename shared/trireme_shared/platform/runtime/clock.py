@@ -1,5 +1,5 @@
-"""The only module that reads a clock, and waiting by it. `monotonic` reads the running event loop's clock, so a virtual loop makes all time
-virtual.
+"""The only module that reads a clock, and waiting by it. `monotonic` reads the running event loop's clock, so
+a virtual loop makes all time virtual.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 
 
 def monotonic() -> float:
-    """Seconds of the running event loop's clock (of the process where no loop runs); only differences mean anything."""
+    """Seconds of the running event loop's clock (of the process where no loop runs); only differences mean
+    anything."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -24,12 +25,14 @@ def sleep(seconds: float) -> None:
 
 
 def since_boot() -> float:
-    """As `monotonic`, but the time that the machine was suspended counts: for leases, which run out meanwhile."""
+    """As `monotonic`, but the time that the machine was suspended counts: for leases, which run out
+    meanwhile."""
     return monotonic() + suspended_s()
 
 
 def suspended_s() -> float:
-    """For how long the machine was suspended since this process began, to a tenth of a second; 0 where no clock tells."""
+    """For how long the machine was suspended since this process began, to a tenth of a second; 0 where no
+    clock tells."""
     return round(_asleep() - _ASLEEP_BEFORE, 1)
 
 
@@ -86,8 +89,8 @@ async def event_within(event: asyncio.Event, limit_s: float | None) -> bool:
 
 
 class Notices:
-    """When to tell of something that lasts: at first, after FIRST_NOTICE_S, and then each time twice as late as before, but at least
-    every RAREST_NOTICE_S."""
+    """When to tell of something that lasts: at first, after FIRST_NOTICE_S, and then each time twice as late
+    as before, but at least every RAREST_NOTICE_S."""
 
     def __init__(self) -> None:
         self._next: float | None = None

@@ -1,5 +1,6 @@
-"""HTTP clients: sessions with token and limits, JSON calls that raise the errors of trireme_shared.protocol.errors, and what a refused
-connection tells. Loopback addresses mean another process in every network, so it tells nothing about a process elsewhere."""
+"""HTTP clients: sessions with token and limits, JSON calls that raise the errors of
+trireme_shared.protocol.errors, and what a refused connection tells. Loopback addresses mean another process
+in every network, so it tells nothing about a process elsewhere."""
 
 from __future__ import annotations
 
@@ -39,13 +40,15 @@ def text_of(token: Token) -> str:
 def session(
     token: Token = "", *, uds: str = "", tls: ssl.SSLContext | None = None, meant: str = ""
 ) -> aiohttp.ClientSession:
-    """A client session; `uds` routes every request through that UNIX socket. `tls`: for https. `meant`: the incarnation of the
-    pserver that shall answer, and no other. Close it (`async with`).
+    """A client session; `uds` routes every request through that UNIX socket. `tls`: for https. `meant`: the
+    incarnation of the pserver that shall answer, and no other. Close it (`async with`).
 
     No total timeout: each call gives its own. Connecting takes at most 2 s.
     """
     connector = (
-        aiohttp.UnixConnector(path=uds) if uds else aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, ssl=tls or True)
+        aiohttp.UnixConnector(path=uds)
+        if uds
+        else aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, ssl=tls or True)
     )
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
 
@@ -72,8 +75,8 @@ async def call_json(
 ) -> Any:
     """One request; `body` is JSON.
 
-    Raises the TriremeError of the answer's `code`; PeerError if the peer cannot be reached or breaks the connection;
-    DeadlineExceeded after `timeout_s`.
+    Raises the TriremeError of the answer's `code`; PeerError if the peer cannot be reached or breaks the
+    connection; DeadlineExceeded after `timeout_s`.
     """
     merged = {"Content-Type": "application/json", **(headers or {})}
     try:
@@ -104,7 +107,8 @@ async def error_of(response: aiohttp.ClientResponse) -> TriremeError:
 
 
 async def refuses_connections(url: str) -> bool:
-    """True if nothing listens at `url`'s host and port: its process is dead. False if it listens or does not answer."""
+    """True if nothing listens at `url`'s host and port: its process is dead. False if it listens or does not
+    answer."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -123,7 +127,8 @@ NETWORK = Path("/proc/self/ns/net")
 
 @cache
 def own_network() -> str:
-    """The same text in every process that shares this one's loopback addresses: of one machine, and there of one container."""
+    """The same text in every process that shares this one's loopback addresses: of one machine, and there of
+    one container."""
     try:
         return f"{BOOT_ID.read_text().strip()}/{NETWORK.stat().st_ino}"
     except OSError:  # not Linux: no containers that share a name
@@ -131,14 +136,14 @@ def own_network() -> str:
 
 
 def tells(url: str, theirs: str, mine: str) -> bool:
-    """Whether a connection to `url` that is refused to a process in the network `mine` proves that nothing listens there for the
-    process in `theirs` that gave the url."""
+    """Whether a connection to `url` that is refused to a process in the network `mine` proves that nothing
+    listens there for the process in `theirs` that gave the url."""
     return theirs == mine or not _is_local(urlsplit(url).hostname or "")
 
 
 def is_here(theirs: str) -> bool:
-    """Whether a process in the network `theirs` is on this host, as far as is known (""): then its pid and its UNIX sockets mean the
-    same here. Another host may have the same name and the same files."""
+    """Whether a process in the network `theirs` is on this host, as far as is known (""): then its pid and
+    its UNIX sockets mean the same here. Another host may have the same name and the same files."""
     return theirs in ("", own_network())
 
 

@@ -1,4 +1,5 @@
-"""The only source of randomness outside training: ids and jitter. A simulation replaces `source` by a seeded one."""
+"""The only source of randomness outside training: ids and jitter. A simulation replaces `source` by a seeded
+one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Reading the log files of members, dead ones included: JSON lines of ours between whatever a user's script printed.
+"""Reading the log files of members, dead ones included: JSON lines of ours between whatever a user's script
+printed.
 
-file ─► lines from its end backwards, until enough ─► times ─► redacted                cursor: the byte after the last whole line
-A line without a time of its own (a `print`) has that of the line before it. A line is shown from its beginning or not at all: nobody
-could tell a token by its end.
+file ─► lines from its end backwards, until enough ─► times ─► redacted
+    cursor: the byte after the last whole line
+A line without a time of its own (a `print`) has that of the line before it. A line is shown from its
+beginning or not at all: nobody could tell a token by its end.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _TOKEN = re.compile(r"trireme_(admin|member|viewer)_[A-Za-z0-9_-]{20,}")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`time`: RFC 3339 UTC; empty if no line before it, or right after it, has one. `end`: the byte after it in its file."""
+    """`time`: RFC 3339 UTC; empty if no line before it, or right after it, has one. `end`: the byte after it
+    in its file."""
 
     member: str
     time: str
@@ -41,14 +44,15 @@ def redacted(text: str) -> str:
 
 
 def is_of(member: str, wanted: str) -> bool:
-    """Whether a log's member is meant by a name: `trainer-0` means `trainer-0`, `trainer-0-2` (a later epoch), and is meant by its own
-    id `trainer-0-9f2c51ab03de`."""
+    """Whether a log's member is meant by a name: `trainer-0` means `trainer-0`, `trainer-0-2` (a later
+    epoch), and is meant by its own id `trainer-0-9f2c51ab03de`."""
     return member == wanted or member.startswith(f"{wanted}-") or wanted.startswith(f"{member}-")
 
 
 class LogFile:
-    """One member's log. `cursor`: the byte from which `news` reads on. `begin`: where the lines of `last` begin. `pause` is called after
-    every PAUSE_LINES lines: other threads of the process may have something to do."""
+    """One member's log. `cursor`: the byte from which `news` reads on. `begin`: where the lines of `last`
+    begin. `pause` is called after every PAUSE_LINES lines: other threads of the process may have something to
+    do."""
 
     def __init__(self, path: Path, member: str = "", *, pause: Callable[[], None] = lambda: None) -> None:
         self.path, self.member, self.cursor = path, member or path.stem, 0
@@ -58,9 +62,11 @@ class LogFile:
     def __repr__(self) -> str:
         return f"<LogFile {self.member} at byte {self.cursor}>"
 
-    def last(self, count: int, since: str = "", *, before: int | None = None, most: int = SCAN_BYTES) -> list[Line]:
-        """The last lines that end at byte `before` (None: of all), at most `count`, none before `since`, and about `most` bytes. The
-        cursor is then at their end. Raises OSError."""
+    def last(
+        self, count: int, since: str = "", *, before: int | None = None, most: int = SCAN_BYTES
+    ) -> list[Line]:
+        """The last lines that end at byte `before` (None: of all), at most `count`, none before `since`, and
+        about `most` bytes. The cursor is then at their end. Raises OSError."""
         with self.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             end = _end_of_lines(file.fileno(), size if before is None else min(before, size))
@@ -81,7 +87,8 @@ class LogFile:
         return [line for line in self._lines(found[::-1]) if not since or line.time >= since]
 
     def news(self, *, count: int = sys.maxsize, most: int = NEWS_BYTES) -> list[Line]:
-        """What was written since: at most `count` lines and `most` bytes. A file that was cut is read from its beginning. Raises OSError."""
+        """What was written since: at most `count` lines and `most` bytes. A file that was cut is read from
+        its beginning. Raises OSError."""
         with self.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < self.cursor:
                 self.cursor = 0
@@ -94,7 +101,8 @@ class LogFile:
         while len(found) < count and (end := block.find(b"\n", place)) >= 0:
             found.append((block[place:end], start + end + 1))
             place = end + 1
-        if not found and len(block) - place >= LINE_BYTES + TOKEN_BYTES:  # a line without an end: its rest is left out
+        # a line without an end: its rest is left out
+        if not found and len(block) - place >= LINE_BYTES + TOKEN_BYTES:
             found.append((block[place:], start + len(block)))
             place = len(block)
         self.cursor = start + place
@@ -176,7 +184,8 @@ def _time_before(descriptor: int, place: int) -> str:
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:
-    """The byte after the last line that has ended; if that one is very far, a byte within the line after it."""
+    """The byte after the last line that has ended; if that one is very far, a byte within the line after
+    it."""
     position, stop = size, max(0, size - NEWS_BYTES)
     while position > stop:
         start = max(stop, position - BLOCK_BYTES)
@@ -187,7 +196,8 @@ def _end_of_lines(descriptor: int, size: int) -> int:
 
 
 def _backwards(descriptor: int, end: int) -> Iterator[tuple[bytes, int]]:
-    """Whole lines before byte `end`, the last one first, each with the place of its first byte. Of a long one the beginning."""
+    """Whole lines before byte `end`, the last one first, each with the place of its first byte. Of a long one
+    the beginning."""
     rest, position, stop = b"", end, max(0, end - SCAN_BYTES)
     ended = False  # whether the end of the last line was passed: what follows it is no whole line
     while position > stop:

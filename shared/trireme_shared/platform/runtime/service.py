@@ -1,6 +1,7 @@
 """What every service process does the same way: signals, uvloop, reports of errors that end it.
 
-start -> main(stopping) -> ready(), settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
+start -> main(stopping) -> ready(), settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns
+its exit code
                             not over after `drain_s` -> cancelled        a second signal -> exit at once
 """
 
@@ -22,7 +23,8 @@ from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import TriremeError, leaves
 
 DRAIN_SECONDS = 20.0
-OPEN_FILES = 1 << 16  # enough for every reader, and small enough for programs that close all numbers up to the limit
+# enough for every reader, and small enough for programs that close all numbers up to the limit
+OPEN_FILES = 1 << 16
 LEASE_LOST, INTERRUPTED = 75, 130  # exit codes; 75: the process lost its place in the job, start it again
 EXIT_CODES = {"SCRIPT_CHANGED": 76}  # of errors by which a launcher can tell the user what to do
 READY_FILE = "TRIREME_READY_FILE"
@@ -46,7 +48,8 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_
 
 
 def allow_open_files() -> None:
-    """Raise this process's soft limit of open files to the hard one, at most OPEN_FILES. Processes that it starts inherit that."""
+    """Raise this process's soft limit of open files to the hard one, at most OPEN_FILES. Processes that it
+    starts inherit that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -55,10 +58,12 @@ def allow_open_files() -> None:
 
 
 def ready(url: str = "") -> None:
-    """Call it once start-up can no longer fail. Tells the launcher, if one has set TRIREME_READY_FILE: it creates that file, with
-    the process and the address (`url`) at which that answers for its health."""
+    """Call it once start-up can no longer fail. Tells the launcher, if one has set TRIREME_READY_FILE: it
+    creates that file, with the process and the address (`url`) at which that answers for its health."""
     if path := os.environ.get(READY_FILE):
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+        ) as file:
             file.write(f"{os.getpid()} {url}\n")
 
 
@@ -72,7 +77,8 @@ def health_url(ready_file: Path, pid: int) -> str:
 
 
 def settled() -> None:
-    """Call it after start-up: objects made so far stay alive, and a garbage collection of them would block the loop for 0.1 s."""
+    """Call it after start-up: objects made so far stay alive, and a garbage collection of them would block
+    the loop for 0.1 s."""
     gc.freeze()
 
 
@@ -132,12 +138,14 @@ class _Attributes(ctypes.Structure):
 
 
 def serve_soon() -> None:
-    """Request short slices for the calling thread; threads and processes that it starts get the kernel's default. Does nothing if the
-    kernel does not support them, or if the thread already has a scheduling policy or priority of its own.
+    """Request short slices for the calling thread; threads and processes that it starts get the kernel's
+    default. Does nothing if the kernel does not support them, or if the thread already has a scheduling
+    policy or priority of its own.
 
-    A loop wakes often and works little. Linux (6.12 and later) runs a thread with short slices sooner, but not for longer: when it
-    wakes it preempts threads with longer slices, and it is preempted sooner itself. This holds between threads of one scheduling
-    group; a session (autogroup) or a container is one group, so a loop in another group still waits for its turn.
+    A loop wakes often and works little. Linux (6.12 and later) runs a thread with short slices sooner, but
+    not for longer: when it wakes it preempts threads with longer slices, and it is preempted sooner itself.
+    This holds between threads of one scheduling group; a session (autogroup) or a container is one group, so
+    a loop in another group still waits for its turn.
     """
     number = SCHED_SETATTR.get(platform.machine())
     if number is None or platform.system() != "Linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:

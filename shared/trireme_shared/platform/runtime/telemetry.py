@@ -1,4 +1,5 @@
-"""Logs as events with bound fields: `log.info("task_requeued", task=7, attempt=3, cause="…")`. JSON lines unless stderr is a terminal."""
+"""Logs as events with bound fields: `log.info("task_requeued", task=7, attempt=3, cause="…")`. JSON lines
+unless stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Tally:
         self._count += 1
 
     def due(self, every_s: float) -> int:
-        """How many to tell of now, since the last time; 0: none, or the last time was not `every_s` seconds ago."""
+        """How many to tell of now, since the last time; 0: none, or the last time was not `every_s` seconds
+        ago."""
         now = clock.monotonic()
         if not self._count or now - self._told_at < every_s:
             return 0
@@ -54,18 +56,20 @@ class Tally:
 
 
 def unfailing_output() -> None:
-    """From now on a `print`, of a user's script for example, raises nothing if it cannot be written: a full disk is no error of
-    the script."""
+    """From now on a `print`, of a user's script for example, raises nothing if it cannot be written: a full
+    disk is no error of the script."""
     sys.stdout, sys.stderr = cast("TextIO", _Unfailing(sys.stdout)), cast("TextIO", _Unfailing(sys.stderr))
 
 
 def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) -> None:
-    """Log to stderr from now on; `bound` (service, member, …) goes into every line. `json` None: unless stderr is a terminal."""
+    """Log to stderr from now on; `bound` (service, member, …) goes into every line. `json` None: unless
+    stderr is a terminal."""
     as_json = (not sys.stderr.isatty()) if json is None else json
     threshold = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[
-            lambda _logger, _method, event: {**bound, **event},  # a context variable would not be there in threads
+            # a context variable would not be there in threads
+            lambda _logger, _method, event: {**bound, **event},
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info if as_json else structlog.dev.set_exc_info,
@@ -76,7 +80,8 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=max(threshold, logging.WARNING), stream=sys.stderr, force=True)
-    # a traceback for each request that is no HTTP: peers could fill the disk; errors of ours are told by the guard of the routes
+    # a traceback for each request that is no HTTP: peers could fill the disk; errors of ours are told by the
+    # guard of the routes
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
 
@@ -108,7 +113,8 @@ SHORTEST = 6  # shorter values would blot out words
 
 
 def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Without what stands before @ in URLs, and without the values of variables whose names say that they are secret."""
+    """Without what stands before @ in URLs, and without the values of variables whose names say that they are
+    secret."""
     for name, value in environment.items():
         if len(value) >= SHORTEST and _SECRET.search(name.upper()) and value in text:
             text = text.replace(value, "***")
@@ -116,8 +122,8 @@ def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def without_user(addresses: str) -> str:
-    """Addresses of etcd, with commas between, without what stands before @ in them: who wants to log in gives user and password beside
-    the address, and these would be shown. A path of a UNIX socket may have an @."""
+    """Addresses of etcd, with commas between, without what stands before @ in them: who wants to log in gives
+    user and password beside the address, and these would be shown. A path of a UNIX socket may have an @."""
     return ",".join(map(_bare, addresses.split(",")))
 
 

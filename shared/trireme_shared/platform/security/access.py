@@ -1,7 +1,9 @@
 """Whether a request may be served: its token and role, the host it names, and the web page it comes from.
 
-Host  ──► a name of this service? else 421: a web page whose name was pointed at this address (DNS rebinding) gets no answer
-Origin ─► none, or this service's own? else 403: pages of other sites can send requests, but not read or change anything here
+Host  ──► a name of this service? else 421: a web page whose name was pointed at this address (DNS rebinding)
+    gets no answer
+Origin ─► none, or this service's own? else 403: pages of other sites can send requests, but not read or
+    change anything here
 token ──► known? else 401; does its role include the one that the route needs? else 403
 """
 
@@ -14,7 +16,13 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from trireme_shared.platform.security.tokens import Role, Tokens
-from trireme_shared.protocol.errors import Forbidden, ForeignOrigin, Unauthorized, UnknownHost, UnsupportedMediaType
+from trireme_shared.protocol.errors import (
+    Forbidden,
+    ForeignOrigin,
+    Unauthorized,
+    UnknownHost,
+    UnsupportedMediaType,
+)
 
 BEARER = "bearer "
 HOST_CHARACTERS = 300  # a name has at most 255
@@ -29,8 +37,8 @@ SAME_SITE = frozenset({"", "same-origin", "none"})  # of Sec-Fetch-Site; none: t
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request says of itself; "" where the header is missing. `address`: of the host where the connection arrived, "" for a
-    UNIX socket."""
+    """What a request says of itself; "" where the header is missing. `address`: of the host where the
+    connection arrived, "" for a UNIX socket."""
 
     method: str
     host: str = ""
@@ -66,7 +74,9 @@ class Access:
         return cls(tokens, frozenset(plain_host(host) for host in hosts if host))
 
     def admit(self, asked: Asked, needed: Role | None) -> Role | None:
-        """The role that the token has (admin, where nobody is asked for one). `needed` None: no token is, and none is looked at. Raises UnknownHost, ForeignOrigin, UnsupportedMediaType, Unauthorized, Forbidden."""
+        """The role that the token has (admin, where nobody is asked for one). `needed` None: no token is, and
+        none is looked at. Raises UnknownHost, ForeignOrigin, UnsupportedMediaType, Unauthorized,
+        Forbidden."""
         self._check_host(asked)
         _check_page(asked)
         if needed is None:
@@ -78,7 +88,9 @@ class Access:
         role = self.tokens.role_of(token) if token else None
         if role is None:
             what = "a bearer token that is unknown or has expired" if token else "no bearer token"
-            raise Unauthorized(f"the request has {what}", hint="give a token in TRIREME_TOKEN or TRIREME_TOKEN_FILE")
+            raise Unauthorized(
+                f"the request has {what}", hint="give a token in TRIREME_TOKEN or TRIREME_TOKEN_FILE"
+            )
         if not role.may(needed):
             msg = f"a token with the role {role} was given, and this needs the role {needed}"
             raise Forbidden(msg, hint=f"use a token with the role {needed}; `trireme token create` makes one")
@@ -100,7 +112,9 @@ def _check_page(asked: Asked) -> None:
     if asked.fetch_site not in SAME_SITE:
         raise ForeignOrigin(f"a {asked.fetch_site[:40]} page must not use this service")
     if asked.content_type.partition(";")[0].strip().lower() in FORMS:
-        msg = f"a body of type {asked.content_type[:80]} is what forms of web pages send; send application/json"
+        msg = (
+            f"a body of type {asked.content_type[:80]} is what forms of web pages send; send application/json"
+        )
         raise UnsupportedMediaType(msg)
 
 

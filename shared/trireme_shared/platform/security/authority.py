@@ -1,9 +1,11 @@
 """A small certificate authority in a folder: `ca.pem` and `ca-key.pem`, and certificates that it has signed.
 
-create_authority(folder) ─► ca.pem, ca-key.pem        issue(folder, "trireme", hosts) ─► trireme.pem, trireme-key.pem
+create_authority(folder) ─► ca.pem, ca-key.pem        issue(folder, "trireme", hosts)
+    ─► trireme.pem, trireme-key.pem
                                                       again, hosts_of(trireme.pem) ─► renewed
 
-Keys are P-256 and only their owner can read them. One certificate serves and calls: members of a cluster do both.
+Keys are P-256 and only their owner can read them. One certificate serves and calls: members of a cluster do
+both.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ SLACK = timedelta(minutes=5)  # clocks of other hosts may be behind
 def create_authority(folder: Path) -> None:
     """A new one. Raises Conflict if the folder has one already, InvalidArgument if it cannot be written."""
     if (folder / CA).exists() or (folder / CA_KEY).exists():
-        raise Conflict(f"{folder} has a certificate authority already", hint="choose another folder, or remove it")
+        raise Conflict(
+            f"{folder} has a certificate authority already", hint="choose another folder, or remove it"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -67,8 +71,8 @@ def create_authority(folder: Path) -> None:
 
 
 def issue(folder: Path, name: str, hosts: tuple[str, ...], days: int) -> datetime:
-    """`<name>.pem` and `<name>-key.pem` for `hosts` (names and addresses), replacing those of before; when it ends. Raises
-    InvalidArgument."""
+    """`<name>.pem` and `<name>-key.pem` for `hosts` (names and addresses), replacing those of before; when it
+    ends. Raises InvalidArgument."""
     if not 1 <= days <= LONGEST_DAYS:
         raise InvalidArgument(f"a certificate can be valid for 1 to {LONGEST_DAYS} days, not {days}")
     authority, signer = _authority(folder)
@@ -86,7 +90,9 @@ def issue(folder: Path, name: str, hosts: tuple[str, ...], days: int) -> datetim
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(both, critical=False)
         .add_extension(x509.SubjectAlternativeName([_general(host) for host in hosts]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+        )
         .sign(signer, hashes.SHA256())
     )
     _write(folder / f"{name}-key.pem", _pem(key), 0o600)
@@ -114,7 +120,9 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
         raise InvalidArgument(f"{folder / CA_KEY} is not the key of {folder / CA}")
     if authority.not_valid_after_utc <= _now():
         ended = authority.not_valid_after_utc.date()
-        raise InvalidArgument(f"the certificate authority in {folder} has expired on {ended}; make a new one elsewhere")
+        raise InvalidArgument(
+            f"the certificate authority in {folder} has expired on {ended}; make a new one elsewhere"
+        )
     return authority, key
 
 

@@ -48,8 +48,8 @@ def nobody(name: str, password: str) -> Calls:
 async def make(
     call: Callable[[str, dict[str, Any]], Awaitable[object]], calls: Iterable[tuple[str, dict[str, Any]]]
 ) -> None:
-    """What was done already is left out. Whoever needs to know that all is done logs in afterwards. Raises PeerError: etcd does not
-    answer."""
+    """What was done already is left out. Whoever needs to know that all is done logs in afterwards. Raises
+    PeerError: etcd does not answer."""
     for method, body in calls:
         with suppress(CallerError):
             await call(method, body)

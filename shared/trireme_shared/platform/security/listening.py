@@ -1,6 +1,8 @@
-"""The port of a member, over TLS or in clear text, and the limits of connections for which no token has been shown yet.
+"""The port of a member, over TLS or in clear text, and the limits of connections for which no token has been
+shown yet.
 
-accept ──► TlsServer: handshake in time? ──► Arrivals: a request with a good token in time? ──► the server's own limits hold
+accept ──► TlsServer: handshake in time? ──► Arrivals: a request with a good token in time? ──► the server's
+    own limits hold
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ tls_log = telemetry.logger("tls")
 
 
 class TlsServer:
-    """Accepts connections over TLS: handshakes have a time limit, and count among the connections of their peer.
+    """Accepts connections over TLS: handshakes have a time limit, and count among the connections of their
+    peer.
 
     accept ──► handshake, at most HANDSHAKE_S ──► the server's protocol, which has limits of its own
                  └── not over in time, or the peer has `per_peer` connections: cut
 
-    `loop.create_server(ssl=...)` waits 60 s for each handshake, and tells the server nothing of it: a peer that sends nothing could
-    hold all files that the process may open.
+    `loop.create_server(ssl=...)` waits 60 s for each handshake, and tells the server nothing of it: a peer
+    that sends nothing could hold all files that the process may open.
 
-    Serves `listener` until it is closed; then handshakes that are not over are cut. `make`: the protocol of a connection.
-    `held`: how many connections of a peer the server counts otherwise, of at most `per_peer`.
+    Serves `listener` until it is closed; then handshakes that are not over are cut. `make`: the protocol of a
+    connection. `held`: how many connections of a peer the server counts otherwise, of at most `per_peer`.
     """
 
     def __init__(
@@ -123,13 +126,15 @@ log = telemetry.logger("connections")
 
 @dataclass(eq=False, repr=False)
 class Arrivals:
-    """Cuts connections of one server that nobody vouches for, after a while; and each peer may have few of them.
+    """Cuts connections of one server that nobody vouches for, after a while; and each peer may have few of
+    them.
 
-    connect ──► waits ──a request with a good token──► admitted: its own time limits hold (data_plane/http.py, stream.py)
+    connect ──► waits ──a request with a good token──► admitted: its own time limits hold (data_plane/http.py,
+        stream.py)
                   └── `patience_s` over, or more than `per_peer` of its address: cut
 
-    Idle connections and half requests cost a file and some KiB each; a peer without a token must not be able to hold them for long.
-    `admit` names a connection whose request had a good token.
+    Idle connections and half requests cost a file and some KiB each; a peer without a token must not be able
+    to hold them for long. `admit` names a connection whose request had a good token.
     """
 
     patience_s: float = 10.0
@@ -175,7 +180,9 @@ class Arrivals:
                 transport.abort()
                 cut[peer] += 1
         for peer, count in cut.items():
-            log.warning("connections_cut", peer=peer, count=count, cause="no request with a good token came on them")
+            log.warning(
+                "connections_cut", peer=peer, count=count, cause="no request with a good token came on them"
+            )
 
 
 @asynccontextmanager
@@ -187,8 +194,9 @@ async def listening(
     tls: ssl.SSLContext | None,
     beside: Sequence[Callable[[], socket.socket]] = (),
 ) -> AsyncIterator[int]:
-    """The port, until the `with` block ends; then `runner` is cleaned up. `port` 0: a free one. `beside` make sockets that are served
-    as well, never over `tls`. Raises CallerError if the port is taken, and what `beside` raise."""
+    """The port, until the `with` block ends; then `runner` is cleaned up. `port` 0: a free one. `beside` make
+    sockets that are served as well, never over `tls`. Raises CallerError if the port is taken, and what
+    `beside` raise."""
     from aiohttp import web  # noqa: PLC0415  a master serves by uvicorn
 
     await runner.setup()
@@ -220,5 +228,8 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        msg = f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or TRIREME_PORT"
+        msg = (
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or "
+            "TRIREME_PORT"
+        )
         raise CallerError(msg) from error

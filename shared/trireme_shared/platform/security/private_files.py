@@ -3,7 +3,8 @@
     make_folder(DATA_DIR/job)   missing levels are made with 0700; one of ours that others may enter is closed
     open_private(path, "ab")    a new file gets 0600
 
-What lies below a private folder is safe whatever its own mode is. Root reads everything, and so do processes of the same user.
+What lies below a private folder is safe whatever its own mode is. Root reads everything, and so do processes
+of the same user.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ OPEN_TO_OTHERS = 0o077
 
 
 def make_folder(folder: Path) -> None:
-    """`folder` and the missing ones above it, for this user alone. An existing one is closed if it is ours; one of another user is
-    taken as it is (root may work in a user's folder). Raises OSError."""
+    """`folder` and the missing ones above it, for this user alone. An existing one is closed if it is ours;
+    one of another user is taken as it is (root may work in a user's folder). Raises OSError."""
     make_missing(folder)
     found = folder.stat()
     if found.st_uid == os.geteuid() and found.st_mode & OPEN_TO_OTHERS:
@@ -41,8 +42,8 @@ def make_missing(folder: Path) -> None:
 
 
 def make_own_folder(folder: Path) -> None:
-    """For a place that other users can guess, such as one below /tmp: if one of them was there first, nothing may be written or run
-    there. Raises InvalidArgument, OSError."""
+    """For a place that other users can guess, such as one below /tmp: if one of them was there first, nothing
+    may be written or run there. Raises InvalidArgument, OSError."""
     make_missing(folder)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -52,7 +53,8 @@ def make_own_folder(folder: Path) -> None:
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """As `open`; a file that does not exist yet is made with 0600. Unbuffered in binary modes. Raises OSError."""
+    """As `open`; a file that does not exist yet is made with 0600. Unbuffered in binary modes. Raises
+    OSError."""
     binary = "b" in mode
     return open(path, mode, 0 if binary else -1, None if binary else "utf-8", opener=_opener)
 
@@ -64,7 +66,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace(path: Path, content: bytes, mode: int = FILE_MODE) -> None:
-    """The file appears complete, is on disk, and never had wider permissions than `mode`. One writer at a time. Raises OSError."""
+    """The file appears complete, is on disk, and never had wider permissions than `mode`. One writer at a
+    time. Raises OSError."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     try:
@@ -88,14 +91,15 @@ NEW = "owner.new"
 
 
 class SocketFolder:
-    """A folder for UNIX sockets that only its user can enter. It lies in the system's temporary folder, because the path of a socket may
-    have only 107 bytes. So nobody else removes one whose owner was killed: the next process of this user does, whatever it works on.
+    """A folder for UNIX sockets that only its user can enter. It lies in the system's temporary folder,
+    because the path of a socket may have only 107 bytes. So nobody else removes one whose owner was killed:
+    the next process of this user does, whatever it works on.
 
     make ─► a new name, 0700 ─► `owner.lock`, held by its owner until `remove` or its death
     sweep_socket_folders: no owner holds it ─► removed
 
-    `path`: a name of an earlier one that is made again, else None: a new name that begins with `prefix`. Raises FileExistsError:
-    somebody else has made that.
+    `path`: a name of an earlier one that is made again, else None: a new name that begins with `prefix`.
+    Raises FileExistsError: somebody else has made that.
     """
 
     def __init__(self, prefix: str, path: Path | None = None) -> None:
@@ -117,7 +121,8 @@ class SocketFolder:
 
 
 def sweep_socket_folders(prefix: str) -> None:
-    """Remove the folders of this user whose owner has died. Those without a lock are left: they are just being made."""
+    """Remove the folders of this user whose owner has died. Those without a lock are left: they are just
+    being made."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):  # it vanishes, or is held
             found = folder.lstat()

@@ -1,6 +1,7 @@
 """TLS of a process: its certificate, and the authority whose certificates it trusts. All are files in PEM.
 
-server(): for what it serves        client(): for whom it calls; shows the certificate to peers that ask for one (mutual TLS)
+server(): for what it serves        client(): for whom it calls; shows the certificate to peers that ask for
+                                    one (mutual TLS)
 None: it serves, or calls, without TLS, or with the authorities of the system
 
 The files are looked at again at most once in LOOK_S, when a connection begins: renewed ones need no restart.
@@ -29,8 +30,8 @@ log = telemetry.logger("tls")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """`cert` and `key` (which may be in `cert`, too): the own ones. `ca`: of those that are trusted; "": what the system trusts.
-    `mutual`: clients must show a certificate of `ca`."""
+    """`cert` and `key` (which may be in `cert`, too): the own ones. `ca`: of those that are trusted; "": what
+    the system trusts. `mutual`: clients must show a certificate of `ca`."""
 
     ca: str = ""
     cert: str = ""
@@ -59,11 +60,14 @@ class Tls:
                 raise InvalidArgument(f"{what} needs TRIREME_TLS_CERT, the certificate of this process")
             return None
         if self.mutual and not self.ca:
-            raise InvalidArgument("TRIREME_TLS_MUTUAL needs TRIREME_TLS_CA: whose certificates clients must have")
+            raise InvalidArgument(
+                "TRIREME_TLS_MUTUAL needs TRIREME_TLS_CA: whose certificates clients must have"
+            )
         return _Following(ssl.PROTOCOL_TLS_SERVER, self._files, self._server)
 
     def client(self) -> ssl.SSLContext | None:
-        """Checks that a server's certificate is of `ca` and names the host that was called. Raises InvalidArgument."""
+        """Checks that a server's certificate is of `ca` and names the host that was called. Raises
+        InvalidArgument."""
         if not (self.ca or self.cert):
             return None
         return _Following(ssl.PROTOCOL_TLS_CLIENT, self._files, self._client)
@@ -71,13 +75,19 @@ class Tls:
     def environment(self) -> dict[str, str]:
         """The TRIREME_TLS_* variables of a member or a command."""
         found = {f"{PREFIX}{each.name.upper()}": getattr(self, each.name) for each in fields(self)}
-        return {name: "1" if value is True else str(Path(value).absolute()) for name, value in found.items() if value}
+        return {
+            name: "1" if value is True else str(Path(value).absolute())
+            for name, value in found.items()
+            if value
+        }
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """Of a command; members read theirs with their other settings."""
         given = {each: environment.get(f"{PREFIX}{each.upper()}", "") for each in ("ca", "cert", "key")}
-        return cls(**given, mutual=environment.get(f"{PREFIX}MUTUAL", "").lower() in {"1", "true", "yes", "on"})
+        return cls(
+            **given, mutual=environment.get(f"{PREFIX}MUTUAL", "").lower() in {"1", "true", "yes", "on"}
+        )
 
     @property
     def _files(self) -> tuple[str, ...]:
@@ -103,7 +113,10 @@ class Tls:
             if trusts:
                 context.load_verify_locations(cafile=self.ca)
             if self.cert:
-                part, path = "TRIREME_TLS_CERT, TRIREME_TLS_KEY", ", ".join(filter(None, (self.cert, self.key)))
+                part, path = (
+                    "TRIREME_TLS_CERT, TRIREME_TLS_KEY",
+                    ", ".join(filter(None, (self.cert, self.key))),
+                )
                 context.load_cert_chain(self.cert, self.key or None, password=_no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             hint = "give files in PEM; `trireme certs` makes some"
@@ -111,8 +124,9 @@ class Tls:
 
 
 class _Following(ssl.SSLContext):
-    """Each connection begins with what the files hold now. If they cannot be used, or not together (one of two is replaced already),
-    with what they held before. A context of its own for each content: from one that is loaded again nothing is ever taken away."""
+    """Each connection begins with what the files hold now. If they cannot be used, or not together (one of
+    two is replaced already), with what they held before. A context of its own for each content: from one that
+    is loaded again nothing is ever taken away."""
 
     def __new__(cls, protocol: int, *_: object) -> Self:
         return super().__new__(cls, protocol)

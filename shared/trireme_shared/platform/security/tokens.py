@@ -1,9 +1,12 @@
 """Tokens with roles: who may do what at a service. A table of them holds hashes, never a token.
 
-`trireme token ...` ──TokenFile──► TRIREME_TOKENS_FILE (0600) ──read again when it changed──► Tokens.role_of(a token)
-FOLDER/tokens/{table.json, admin, member, viewer, lock}: of a run or a cluster on this machine, see TokenFolder
+`trireme token ...` ──TokenFile──► TRIREME_TOKENS_FILE (0600) ──read again when it changed──► Tokens.role_of(a
+    token)
+FOLDER/tokens/{table.json, admin, member, viewer, lock}: of a run or a cluster on this machine, see
+TokenFolder
 
-A token is 256 random bits with its role in front, `trireme_viewer_9f2c...`, so a leaked one is recognised as what it is.
+A token is 256 random bits with its role in front, `trireme_viewer_9f2c...`, so a leaked one is recognised as
+what it is.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ log = telemetry.logger("tokens")
 
 
 class Role(StrEnum):
-    """ADMIN: everything. MEMBER: what trainers, parameter servers and host agents need, and reading. VIEWER: reading at masters;
-    health and metrics at members."""
+    """ADMIN: everything. MEMBER: what trainers, parameter servers and host agents need, and reading. VIEWER:
+    reading at masters; health and metrics at members."""
 
     ADMIN = "admin"
     MEMBER = "member"
@@ -79,7 +82,8 @@ def new_token(role: Role) -> str:
 
 
 def digest_of(token: str) -> str:
-    """What a table holds of a token. Plain SHA-256 is enough for 256 random bits: they cannot be tried out."""
+    """What a table holds of a token. Plain SHA-256 is enough for 256 random bits: they cannot be tried
+    out."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
@@ -89,7 +93,8 @@ def read_table(path: Path) -> TokenTable:
 
 
 def check_private(path: Path, found: os.stat_result) -> None:
-    """Raises InvalidArgument unless `path` is a regular file of this user (or of root) that no other can read or write."""
+    """Raises InvalidArgument unless `path` is a regular file of this user (or of root) that no other can read
+    or write."""
     if not stat.S_ISREG(found.st_mode):
         raise InvalidArgument(f"{path} is no regular file")
     if found.st_uid not in (0, os.geteuid()):
@@ -101,7 +106,8 @@ def check_private(path: Path, found: os.stat_result) -> None:
 
 
 def private_text(path: Path, limit_bytes: int = FILE_BYTES) -> str:
-    """The content of a file that holds secrets. Raises InvalidArgument: see `check_private`, or it has more than `limit_bytes`."""
+    """The content of a file that holds secrets. Raises InvalidArgument: see `check_private`, or it has more
+    than `limit_bytes`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not stop us
         with os.fdopen(descriptor, "rb") as file:
@@ -134,8 +140,8 @@ def _state_of(path: Path) -> tuple[int, ...]:
 
 
 class OwnToken:
-    """What a process shows to others: `text`, else the content of `file`, read again when it changed (looked for at most once a
-    second). Raises InvalidArgument if the file cannot be used."""
+    """What a process shows to others: `text`, else the content of `file`, read again when it changed (looked
+    for at most once a second). Raises InvalidArgument if the file cannot be used."""
 
     def __init__(self, text: str = "", file: Path | None = None) -> None:
         self._file = None if text else file
@@ -164,9 +170,10 @@ class OwnToken:
 
 
 class Tokens:
-    """Those that a service accepts: of the table in `file`, else of `table`, else `given` as an admin's, else nobody is asked for one.
-    Raises InvalidArgument if the file cannot be used. A token that comes into the file counts at once, one that goes within a
-    second; a change for the worse (no table, other users can read it) is told in the log, and the table before it goes on."""
+    """Those that a service accepts: of the table in `file`, else of `table`, else `given` as an admin's, else
+    nobody is asked for one. Raises InvalidArgument if the file cannot be used. A token that comes into the
+    file counts at once, one that goes within a second; a change for the worse (no table, other users can read
+    it) is told in the log, and the table before it goes on."""
 
     def __init__(self, file: Path | None = None, given: str = "", table: TokenTable | None = None) -> None:
         self._file = file
@@ -177,7 +184,9 @@ class Tokens:
             self._seen = _state_of(file)
             self._table = read_table(file)
         elif given and table is None:
-            self._table = TokenTable(tokens=(TokenRecord(name="given", role=Role.ADMIN, sha256=digest_of(given)),))
+            self._table = TokenTable(
+                tokens=(TokenRecord(name="given", role=Role.ADMIN, sha256=digest_of(given)),)
+            )
         self.required = file is not None or table is not None or bool(given)
 
     def __repr__(self) -> str:
@@ -226,8 +235,8 @@ KEEP_S = 60.0  # so long a token is still taken after it was rotated: members re
 
 
 class TokenFile:
-    """A table on disk, changed by one process at a time; whoever reads it sees it whole. Raises InvalidArgument if it cannot be
-    read or written."""
+    """A table on disk, changed by one process at a time; whoever reads it sees it whole. Raises
+    InvalidArgument if it cannot be read or written."""
 
     def __init__(self, table: Path) -> None:
         self.table = table
@@ -254,7 +263,8 @@ class TokenFile:
         return token
 
     def rotate(self, name: str, keep_s: float = KEEP_S) -> str:
-        """A new token of the same role in the place of another one, which is taken for `keep_s` seconds more. Raises NotFound."""
+        """A new token of the same role in the place of another one, which is taken for `keep_s` seconds more.
+        Raises NotFound."""
         with self._locked():
             records = self.records()
             old = _named(records, name)
@@ -315,7 +325,8 @@ class TokenFolder(TokenFile):
         return private_text(self.file(role)).strip()
 
     def prepare(self, given: str = "") -> None:
-        """Make what is missing. `given` is one more token of an admin, instead of the one of the start before."""
+        """Make what is missing. `given` is one more token of an admin, instead of the one of the start
+        before."""
         with self._locked():
             records = [each for each in self.records() if each.name != GIVEN]
             for role in Role:
@@ -342,7 +353,8 @@ class TokenFolder(TokenFile):
         except InvalidArgument:
             return False
         return any(
-            (each.name, each.role, each.sha256, each.expire_time) == (role, role, digest, "") for each in records
+            (each.name, each.role, each.sha256, each.expire_time) == (role, role, digest, "")
+            for each in records
         )
 
     def create(self, name: str, role: Role, valid_s: float | None = None) -> str:
@@ -351,7 +363,8 @@ class TokenFolder(TokenFile):
         return super().create(name, role, valid_s)
 
     def environment(self) -> dict[str, str]:
-        """Of members: where their token and the table are. Paths, so that a new token reaches them while they run."""
+        """Of members: where their token and the table are. Paths, so that a new token reaches them while they
+        run."""
         return {"TRIREME_TOKEN_FILE": str(self.file(Role.MEMBER)), "TRIREME_TOKENS_FILE": str(self.table)}
 
     def revoke(self, name: str) -> TokenRecord:
@@ -396,7 +409,9 @@ def _record(name: str, role: Role, token: str, valid_s: float | None) -> TokenRe
             name=name, role=role, sha256=digest_of(token), create_time=rfc3339(now), expire_time=expire_time
         )
     except ValidationError as error:
-        msg = f"{name[:80]!r} is no name of a token: use up to 64 lower-case letters, digits, dots and hyphens"
+        msg = (
+            f"{name[:80]!r} is no name of a token: use up to 64 lower-case letters, digits, dots and hyphens"
+        )
         raise InvalidArgument(msg) from error
 
 

@@ -1,7 +1,8 @@
 """Compressed files as what they hold: `.gz .bz2 .xz .zst`, of one or several streams.
 
 scanning(file) ──► its content from the start, decompressed on the way         for the master, which counts
-Decompressed().opened(file) ──► seekable: decompressed once, into a temporary file without a name      for trainers
+Decompressed().opened(file) ──► seekable: decompressed once, into a temporary file without a name
+    for trainers
 
 Such files lie in the folder that TMPDIR names, and nothing stays behind a process that is killed (`copy_of`).
 """
@@ -69,7 +70,8 @@ def _no_room(file: str, copy: IO[bytes], needed: int) -> NoRoom:
     folder = tempfile.gettempdir()
     room = shutil.disk_usage(folder).free + os.fstat(copy.fileno()).st_size
     msg = (
-        f"{folder} is full: {file} is read by way of a temporary file there, which needs at least {needed} bytes, and there is room for "
+        f"{folder} is full: {file} is read by way of a temporary file there, which needs at least "
+        f"{needed} bytes, and there is room for "
         f"{room}; free space, or set TMPDIR where the trainers run to a folder with more"
     )
     hint = "large compressed files are best decompressed once, or kept as Parquet"
@@ -86,8 +88,8 @@ def is_compressed(file: str) -> bool:
 
 
 class _Stream(io.RawIOBase):
-    """Decompresses as it is read. Moving on reads what is between, moving back begins anew. Raises DatasetError, with the place, for
-    what is damaged or cut off."""
+    """Decompresses as it is read. Moving on reads what is between, moving back begins anew. Raises
+    DatasetError, with the place, for what is damaged or cut off."""
 
     def __init__(self, file: str, source: BinaryIO) -> None:
         self._file, self._source = file, source
@@ -109,7 +111,9 @@ class _Stream(io.RawIOBase):
         if offset < self._position:
             self._source.seek(0)
             self._stream, self._position = _decompressor(self._file, self._source), 0
-        while self._position < offset and self.readinto(bytearray(min(offset - self._position, _COPIED_BYTES))):
+        while self._position < offset and self.readinto(
+            bytearray(min(offset - self._position, _COPIED_BYTES))
+        ):
             pass
         return self._position
 
@@ -120,7 +124,9 @@ class _Stream(io.RawIOBase):
             if (trouble := trouble_of(error, self._file)) is not None:
                 raise trouble from error
             msg = f"{self._file} is damaged or cut off behind {self._position} decompressed bytes: {error}"
-            raise DatasetError(msg, hint="copy or compress it again", url=self._file, offset=self._position) from error
+            raise DatasetError(
+                msg, hint="copy or compress it again", url=self._file, offset=self._position
+            ) from error
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
@@ -143,12 +149,15 @@ def scanning(file: str) -> Iterator[BinaryIO]:
     """The file to be read from its start in order; decompressed, if its name says that it is compressed."""
     with files.open_read(file) as source:
         yield (
-            cast("BinaryIO", io.BufferedReader(_Stream(file, source), _COPIED_BYTES)) if is_compressed(file) else source
+            cast("BinaryIO", io.BufferedReader(_Stream(file, source), _COPIED_BYTES))
+            if is_compressed(file)
+            else source
         )
 
 
 class Decompressed:
-    """Keeps the temporary files used last: at least one, and up to `kept_bytes` and `kept_files` (None: see kept_open), or as many as their disk has room for."""
+    """Keeps the temporary files used last: at least one, and up to `kept_bytes` and `kept_files` (None: see
+    kept_open), or as many as their disk has room for."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES, kept_files: int | None = None) -> None:
         self._kept_bytes, self._kept_files = kept_bytes, kept_files or kept_open()

@@ -1,7 +1,9 @@
-"""New files written past the page cache. They are read only after a crash, so they should not evict pages that are in use; and the
-kernel's copy of each page costs twice the processor time, far more when the kernel throttles writers.
+"""New files written past the page cache. They are read only after a crash, so they should not evict pages
+that are in use; and the kernel's copy of each page costs twice the processor time, far more when the kernel
+throttles writers.
 
-    write(any bytes)           -> a buffer -> whole blocks by O_DIRECT, one buffer being filled while the other is written
+    write(any bytes)           -> a buffer -> whole blocks by O_DIRECT, one buffer being filled while the
+                               other is written
     lend(bytes), give_back     -> the same buffer, filled in place: nothing is copied
     finish                     -> what is left, through the cache -> fsync
 
@@ -31,8 +33,8 @@ WORD_BYTES = 8
 
 
 class DirectFile(io.RawIOBase):
-    """A file for writing at `path`, which must not exist yet. The content is on the disk only after `finish`. A later call may raise
-    the error of an earlier write."""
+    """A file for writing at `path`, which must not exist yet. The content is on the disk only after `finish`.
+    A later call may raise the error of an earlier write."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor, self._direct = _create(path)
@@ -58,8 +60,8 @@ class DirectFile(io.RawIOBase):
         return taken
 
     def lend(self, size: int) -> memoryview | None:
-        """Memory for the next `size` bytes of the file, to be filled and given back before anything else is done. None: there is none, use `write`. It
-        begins at a multiple of WORD_BYTES. Raises OSError."""
+        """Memory for the next `size` bytes of the file, to be filled and given back before anything else is
+        done. None: there is none, use `write`. It begins at a multiple of WORD_BYTES. Raises OSError."""
         if size > LARGEST_LENT or self._filled % WORD_BYTES:
             return None
         if self._filled + size > BUFFER_BYTES:
@@ -118,7 +120,8 @@ class DirectFile(io.RawIOBase):
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Without the interpreter's lock, which an assignment of memoryviews holds: this thread may have the lowest priority."""
+    """Without the interpreter's lock, which an assignment of memoryviews holds: this thread may have the
+    lowest priority."""
     import numpy as np  # noqa: PLC0415  not for those who only read
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

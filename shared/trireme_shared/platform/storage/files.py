@@ -2,8 +2,9 @@
 
 expand(glob) -> files      open_read(url)      write_atomic(url): all or nothing, under a name others may read at once
 
-Errors are OSErrors with a message for the user: FileNotFoundError and PermissionError if a retry cannot help, ConnectionError if
-the store cannot be reached. `trouble_of` tells whose fault one is: the data's, or that of the machine or storage that was asked for it.
+Errors are OSErrors with a message for the user: FileNotFoundError and PermissionError if a retry cannot help,
+ConnectionError if the store cannot be reached. `trouble_of` tells whose fault one is: the data's, or that of
+the machine or storage that was asked for it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,16 @@ from trireme_shared.protocol.errors import (
 TEMPORARY = ".tmp"
 _MAGIC = frozenset("*?[")
 _STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "oss://")
-_FILE_ERRORS = (OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, ImportError, InvalidArgument)
+_FILE_ERRORS = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    TypeError,
+    NotImplementedError,
+    ImportError,
+    InvalidArgument,
+)
 
 
 def is_glob(url: str) -> bool:
@@ -52,7 +62,8 @@ def local_path(url: str) -> Path | None:
 
 
 def absolute(url: str) -> str:
-    """`url` with a local path made absolute (globs stay globs), so that it means the same in every working directory."""
+    """`url` with a local path made absolute (globs stay globs), so that it means the same in every working
+    directory."""
     path = local_path(url)
     return str(path) if path is not None else url
 
@@ -73,7 +84,9 @@ def expand(url: str) -> list[str]:
             found = [path]
         elif is_glob(path):
             found = sorted(
-                str(name) for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file"
+                str(name)
+                for name, info in filesystem.glob(path, detail=True).items()
+                if info["type"] == "file"
             )
         else:
             found = []
@@ -83,7 +96,8 @@ def expand(url: str) -> list[str]:
 
 
 def expand_some(url: str, hint: str) -> list[str]:
-    """As `expand`. Raises DatasetError if the place cannot be listed and, with `hint`, if there is no file."""
+    """As `expand`. Raises DatasetError if the place cannot be listed and, with `hint`, if there is no
+    file."""
     with reading(url, "a place of files"):
         found = expand(url)
     if not found:
@@ -93,7 +107,8 @@ def expand_some(url: str, hint: str) -> list[str]:
 
 
 def _is_file(filesystem: Any, path: str) -> bool:
-    """`isfile` of fsspec takes every error, missing credentials too, for a missing file; `info` of HTTP takes a silent server for one."""
+    """`isfile` of fsspec takes every error, missing credentials too, for a missing file; `info` of HTTP takes
+    a silent server for one."""
     try:
         return bool(filesystem.info(path)["type"] == "file")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -126,13 +141,15 @@ def stamp(url: str) -> str:
             found = filesystem.info(path)
     except (OSError, InvalidArgument):
         return ""
-    changed = next((str(found[name]) for name in ("ETag", "mtime", "LastModified", "created") if found.get(name)), "")
+    changed = next(
+        (str(found[name]) for name in ("ETag", "mtime", "LastModified", "created") if found.get(name)), ""
+    )
     return f"{found.get('size')} {changed}" if changed else ""
 
 
 def size_and_tag(url: str) -> tuple[int, str]:
-    """Bytes of a file, and the ETag of an object of a store ("": any other file; servers of one file by HTTP may each have their own).
-    Raises OSError."""
+    """Bytes of a file, and the ETag of an object of a store ("": any other file; servers of one file by HTTP
+    may each have their own). Raises OSError."""
     filesystem, path = _resolve(url)
     with _explaining(url):
         found = filesystem.info(path)
@@ -157,10 +174,11 @@ def read_bytes(url: str) -> bytes:
 
 @contextmanager
 def write_atomic(url: str) -> Iterator[BinaryIO]:
-    """A file to write into. It appears under `url`, complete, when the block ends without an exception; else not at all.
+    """A file to write into. It appears under `url`, complete, when the block ends without an exception; else
+    not at all.
 
-    Local: temp name in the same folder (past the page cache), fsync, rename, fsync of the folder. S3: one upload, completed or aborted.
-    Elsewhere: written locally, then put as one file.
+    Local: temp name in the same folder (past the page cache), fsync, rename, fsync of the folder. S3: one
+    upload, completed or aborted. Elsewhere: written locally, then put as one file.
     """
     filesystem, name = _resolve(url)
     if object_store.is_s3(url):
@@ -172,7 +190,8 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
             local = Path(folder) / "object"
             with local.open("wb") as file:
                 yield file
-            filesystem.makedirs(filesystem._parent(name), exist_ok=True)  # noqa: SLF001  fsspec has no public name for it
+            # fsspec has no public name for it
+            filesystem.makedirs(filesystem._parent(name), exist_ok=True)  # noqa: SLF001
             filesystem.put_file(str(local), name)
         return
     path = Path(name)
@@ -221,7 +240,8 @@ def below(url: str) -> list[str]:
         if not root.is_dir():
             raise FileNotFoundError(f"{url} is no folder")
         return [
-            os.path.relpath(os.path.join(folder, name), path)  # noqa: PTH118  a Path for each of a million files is slow
+            # a Path for each of a million files is slow
+            os.path.relpath(os.path.join(folder, name), path)  # noqa: PTH118
             for folder, _, found in os.walk(path)
             for name in found
         ]
@@ -238,7 +258,8 @@ def remove_file(url: str) -> None:
 
 
 def remove_tree(url: str) -> None:
-    """The folder and everything in it, unfinished uploads too. A missing folder is no error. Raises OSError."""
+    """The folder and everything in it, unfinished uploads too. A missing folder is no error. Raises
+    OSError."""
     filesystem, path = _resolve(url)
     if object_store.is_s3(url):
         with _explaining(url):
@@ -249,7 +270,8 @@ def remove_tree(url: str) -> None:
 
 
 def sweep(url: str) -> int:
-    """Remove unfinished files of dead writers below the folder; nothing may be writing there. Returns how many.
+    """Remove unfinished files of dead writers below the folder; nothing may be writing there. Returns how
+    many.
 
     Raises OSError.
     """
@@ -266,7 +288,8 @@ def sweep(url: str) -> int:
 
 
 def check_writable(url: str) -> None:
-    """Write a small file below the folder, read it and delete it. Raises OSError, InvalidArgument with the reason of a failure."""
+    """Write a small file below the folder, read it and delete it. Raises OSError, InvalidArgument with the
+    reason of a failure."""
     probe = join(url, f"probe-{ids.new_id()}")
     content = probe.encode()
     write_bytes(probe, content)
@@ -278,8 +301,9 @@ def check_writable(url: str) -> None:
 
 @contextmanager
 def reading(url: str, kind: str) -> Iterator[None]:
-    """Turns errors inside the block into a DatasetError that names the file and the format; ResourceExhausted and StorageUnreachable
-    if the machine or the storage is to blame (shared/trireme_shared/platform/storage/files.py)."""
+    """Turns errors inside the block into a DatasetError that names the file and the format; ResourceExhausted
+    and StorageUnreachable if the machine or the storage is to blame
+    (shared/trireme_shared/platform/storage/files.py)."""
     try:
         yield
     except (DatasetError, PeerError):
@@ -288,7 +312,9 @@ def reading(url: str, kind: str) -> Iterator[None]:
         if (trouble := trouble_of(error, url)) is not None:
             raise trouble from error
         msg = f"{url} does not exist (any more)"
-        raise DatasetError(msg, hint="check the path; every member of the job must see the file", url=url) from error
+        raise DatasetError(
+            msg, hint="check the path; every member of the job must see the file", url=url
+        ) from error
     except _FILE_ERRORS as error:
         if (trouble := trouble_of(error, url)) is not None:
             raise trouble from error
@@ -299,7 +325,8 @@ def reading(url: str, kind: str) -> Iterator[None]:
 
 
 def is_empty(url: str) -> bool:
-    """Whether a file has no bytes at all: then it has no records, whatever the format. Raises DatasetError."""
+    """Whether a file has no bytes at all: then it has no records, whatever the format. Raises
+    DatasetError."""
     with reading(url, "a file"):
         return size(url) == 0
 
@@ -318,26 +345,32 @@ def _explaining(url: str) -> Iterator[None]:
 def _resolve(url: str) -> tuple[Any, str]:
     if object_store.is_s3(url):
         filesystem = object_store.filesystem()
-        return filesystem, str(filesystem._strip_protocol(url))  # noqa: SLF001  fsspec has no public name for it
+        # fsspec has no public name for it
+        return filesystem, str(filesystem._strip_protocol(url))  # noqa: SLF001
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         msg = f"no way to open {url}: {error}"
-        raise InvalidArgument(msg, hint="install the fsspec package of that protocol, or copy the files") from error
+        raise InvalidArgument(
+            msg, hint="install the fsspec package of that protocol, or copy the files"
+        ) from error
     return filesystem, str(path)
 
 
 def with_path(url: str, stripped: str, found: str) -> str:
-    """`url`, whose path fsspec calls `stripped`, with the path `found` instead. Everything else is kept: host, user, account, branch,
-    and the other links of a chain (`simplecache::...`).
+    """`url`, whose path fsspec calls `stripped`, with the path `found` instead. Everything else is kept:
+    host, user, account, branch, and the other links of a chain (`simplecache::...`).
 
-    The path is where both end alike: `hdfs://name:8020/data/*` and `/data/*`; `s3://bucket/*` and `bucket/*`; for http both are whole.
+    The path is where both end alike: `hdfs://name:8020/data/*` and `/data/*`; `s3://bucket/*` and `bucket/*`;
+    for http both are whole.
     """
     links = url.split("::")
     place = next((number for number, link in enumerate(links) if "://" in link), None)
     if place is None or found == stripped:
         return url
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(links[place]), reversed(stripped), strict=False))
+    alike = takewhile(
+        lambda pair: pair[0] == pair[1], zip(reversed(links[place]), reversed(stripped), strict=False)
+    )
     tail = "".join(letter for letter, _ in alike)[::-1]
     # what only the stripped path has: the container of abfs://container@account/...
     before = stripped[: len(stripped) - len(tail)]
@@ -369,14 +402,16 @@ _MOST_KEPT = 1024
 
 
 def trouble_of(error: BaseException, what: str) -> PeerError | None:
-    """The trouble of machine or storage that made `error`, itself or by way of its causes; None: neither is to blame. `what` was being
-    read, for the message.
+    """The trouble of machine or storage that made `error`, itself or by way of its causes; None: neither is
+    to blame. `what` was being read, for the message.
 
-        error of a read ─ trouble_of ─► ResourceExhausted   this machine has no descriptor, memory, or disk space left, or its disk fails
+        error of a read ─ trouble_of ─► ResourceExhausted
+            this machine has no descriptor, memory, or disk space left, or its disk fails
                                     ─► StorageUnreachable   the storage does not answer
                                     ─► None                 anything else: the file, its name, its permissions
 
-    The first two say nothing about the data, so no record may be discarded for them: who reads tries again, and gives up for itself.
+    The first two say nothing about the data, so no record may be discarded for them: who reads tries again,
+    and gives up for itself.
     """
     for cause in _causes(error):
         if isinstance(cause, PeerError):
@@ -389,16 +424,20 @@ def trouble_of(error: BaseException, what: str) -> PeerError | None:
 
 
 def trouble_in_user_code(error: BaseException, what: str) -> PeerError | None:
-    """As `trouble_of`, for what a user's own reader raises: only errors that the operating system has numbered. A TimeoutError of its own
-    making may be the record's fault, each time."""
-    found = (cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _SILENT | _RESOURCES)
+    """As `trouble_of`, for what a user's own reader raises: only errors that the operating system has
+    numbered. A TimeoutError of its own making may be the record's fault, each time."""
+    found = (
+        cause
+        for cause in _causes(error)
+        if isinstance(cause, OSError) and cause.errno in _SILENT | _RESOURCES
+    )
     cause = next(found, None)
     return None if cause is None else _of_errno(cause, what)
 
 
 def kept_open() -> int:
-    """How many files a reader may keep open between tasks: an eighth of what this process may open. A trainer has up to three readers,
-    and sockets beside them."""
+    """How many files a reader may keep open between tasks: an eighth of what this process may open. A trainer
+    has up to three readers, and sockets beside them."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _MOST_KEPT if limit == resource.RLIM_INFINITY else min(_MOST_KEPT, max(1, limit // 8))
 
@@ -412,7 +451,9 @@ def _of_resource(error: OSError, what: str) -> ResourceExhausted:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         whole = error.errno == errno.ENFILE
         limit = (
-            "of all processes of this machine" if whole else f"{soft} of this process (ulimit -n; hard limit {hard})"
+            "of all processes of this machine"
+            if whole
+            else f"{soft} of this process (ulimit -n; hard limit {hard})"
         )
         msg = f"{what} cannot be opened now: the limit of open files is reached: {limit}"
         hint = (
@@ -432,7 +473,10 @@ def _of_resource(error: OSError, what: str) -> ResourceExhausted:
 
 
 def _silent(what: str, error: BaseException) -> StorageUnreachable:
-    msg = f"{what} cannot be read now: its storage does not answer: {' '.join(str(error).split()) or type(error).__name__}"
+    msg = (
+        f"{what} cannot be read now: its storage does not answer: "
+        f"{' '.join(str(error).split()) or type(error).__name__}"
+    )
     return StorageUnreachable(msg, hint="make the storage reachable from this machine; it is tried again")
 
 

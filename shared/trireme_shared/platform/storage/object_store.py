@@ -1,10 +1,11 @@
-"""S3 for shared/trireme_shared/platform/storage/files.py: the client's settings, uploads that appear complete or not at all, readable errors.
+"""S3 for shared/trireme_shared/platform/storage/files.py: the client's settings, uploads that appear complete
+or not at all, readable errors.
 
     write ─► parts of an upload ─► completed: the object is there
                              └── anything else ─► aborted: no object, and no parts that cost money
 
-Endpoint and credentials come from the usual AWS_* variables and files. Everything here blocks, no request for longer than
-REQUEST_S; without this limit the client would wait without end for a server that stops reading.
+Endpoint and credentials come from the usual AWS_* variables and files. Everything here blocks, no request for
+longer than REQUEST_S; without this limit the client would wait without end for a server that stops reading.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def filesystem() -> Any:
     try:
         kind = _bounded()
     except ImportError as error:
-        raise InvalidArgument("s3:// needs s3fs, which is not installed", hint="pip install 'trireme[s3]'") from error
+        raise InvalidArgument(
+            "s3:// needs s3fs, which is not installed", hint="pip install 'trireme[s3]'"
+        ) from error
     return kind(
         endpoint_url=endpoint() or None,
         use_listings_cache=False,  # other processes write here too
@@ -92,7 +95,8 @@ def write(filesystem: Any, path: str) -> Iterator[BinaryIO]:
         file.closed = True  # else the garbage collector would upload the rest
         try:
             file.discard()
-        except Exception as error:  # noqa: BLE001  the first error is the one to raise; `abort_uploads` removes this upload later
+        # the first error is the one to raise; `abort_uploads` removes this upload later
+        except Exception as error:  # noqa: BLE001
             log.warning("upload_left", path=path, cause=str(error))
         raise
 
@@ -107,14 +111,16 @@ def remove_tree(filesystem: Any, path: str) -> None:
         answer = filesystem.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
         for refused in answer.get("Errors", ()):
             msg = (
-                f"s3://{bucket}/{refused.get('Key')} cannot be deleted: {refused.get('Code')} {refused.get('Message')}"
+                f"s3://{bucket}/{refused.get('Key')} cannot be deleted: {refused.get('Code')} "
+                f"{refused.get('Message')}"
             )
             raise PermissionError(msg)
     abort_uploads(filesystem, path)
 
 
 def abort_uploads(filesystem: Any, path: str) -> int:
-    """Abort all unfinished uploads below `path`; the caller knows that their writers are gone. Returns how many. Raises OSError."""
+    """Abort all unfinished uploads below `path`; the caller knows that their writers are gone. Returns how
+    many. Raises OSError."""
     bucket, prefix = _split(path)
     aborted = 0
     for page in _pages(filesystem, "list_multipart_uploads", Bucket=bucket, Prefix=prefix):
@@ -141,20 +147,26 @@ def make_bucket(url: str) -> None:
 
 
 def explained(error: BaseException, url: str) -> OSError | None:
-    """An error of the S3 client as an OSError that says what to do; None for any other error and for a missing object."""
+    """An error of the S3 client as an OSError that says what to do; None for any other error and for a
+    missing object."""
     botocore = sys.modules.get("botocore.exceptions")
     if botocore is None or not is_s3(url):
         return None
     at = endpoint() or "Amazon S3"
     if isinstance(error, botocore.NoCredentialsError | botocore.PartialCredentialsError):
         return PermissionError(
-            f"{url}: no credentials for {at}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE"
+            f"{url}: no credentials for {at}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "AWS_SHARED_CREDENTIALS_FILE"
         )
     if isinstance(error, TimeoutError):
-        return ConnectionError(f"{url}: no answer from {at} within {REQUEST_S:g} s; is it alive? see AWS_ENDPOINT_URL")
+        return ConnectionError(
+            f"{url}: no answer from {at} within {REQUEST_S:g} s; is it alive? see AWS_ENDPOINT_URL"
+        )
     if isinstance(error, botocore.HTTPClientError | botocore.ConnectionError):
         waited = f"{ATTEMPTS} attempts (at most {CONNECT_S:g} s to connect, {READ_S:g} s to read)"
-        return ConnectionError(f"{url}: no answer from {at} in {waited}: {error}; is it there? see AWS_ENDPOINT_URL")
+        return ConnectionError(
+            f"{url}: no answer from {at} in {waited}: {error}; is it there? see AWS_ENDPOINT_URL"
+        )
     if isinstance(error, botocore.BotoCoreError):
         return OSError(f"{url}: {error}")
     if not isinstance(error, OSError) or not isinstance(error.__cause__, botocore.ClientError):
@@ -165,7 +177,9 @@ def explained(error: BaseException, url: str) -> OSError | None:
         return NoBucket(f"{url}: there is no bucket {bucket!r} at {at}; create it, or correct the name")
     if isinstance(error, PermissionError):
         who = os.environ.get("AWS_ACCESS_KEY_ID") or "this machine's credentials"
-        return PermissionError(f"{url}: {at} refuses access to {who} ({code}: {error}); check key, secret and policy")
+        return PermissionError(
+            f"{url}: {at} refuses access to {who} ({code}: {error}); check key, secret and policy"
+        )
     if isinstance(error, FileNotFoundError):
         return None
     return OSError(error.errno, f"{url}: {at} answers {code}: {error}")

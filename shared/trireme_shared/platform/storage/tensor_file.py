@@ -1,6 +1,8 @@
-"""safetensors files as streams: written without a second copy in memory, read in one pass that also gives the checksum.
+"""safetensors files as streams: written without a second copy in memory, read in one pass that also gives the
+checksum.
 
-    8 bytes: length of the header | header (JSON: name -> dtype, shape, offsets; __metadata__) | tensors, one after the other
+    8 bytes: length of the header | header (JSON: name -> dtype, shape, offsets; __metadata__) | tensors, one
+    after the other
 
 The format is that of the safetensors library: each can read the other's files. Everything blocks.
 """
@@ -38,7 +40,8 @@ class Checksum(Protocol):
 
 
 DEFAULT_CHECKSUM = "xxh3-128"
-# XXH3 finds damage, which is what checksums are for here, and costs next to nothing; the others are for those who must have them
+# XXH3 finds damage, which is what checksums are for here, and costs next to nothing; the others are for those
+# who must have them
 CHECKSUMS: Mapping[str, Callable[[], Checksum]] = {
     DEFAULT_CHECKSUM: xxh3_128,
     "md5": partial(hashlib.md5, usedforsecurity=False),
@@ -47,8 +50,9 @@ CHECKSUMS: Mapping[str, Callable[[], Checksum]] = {
 
 Sink = Callable[["Entry"], memoryview | None]
 Made = Callable[[memoryview | None], memoryview]
-"""A tensor that is made when it is written: in the given memory, which is as large as it and begins at a multiple of 8 bytes, or, without any, in its own.
-The memory that it answers with is read before the next one is made."""
+"""A tensor that is made when it is written: in the given memory, which is as large as it and begins at a
+multiple of 8 bytes, or, without any, in its own. The memory that it answers with is read before the next one
+is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +86,10 @@ def write(
     rest: Callable[[], None] = lambda: None,
     checksum: str = DEFAULT_CHECKSUM,
 ) -> Summary:
-    """Write all or nothing under `url`. Wide elements come first, so that each lies at a multiple of its size. `rest` is called after
-    each chunk; an exception it raises ends the writing. `checksum`: a name in CHECKSUMS. A tensor may be a function that makes it when it is
-    written; of elements of one width they are written in the given order. Raises OSError, and what such a function raises."""
+    """Write all or nothing under `url`. Wide elements come first, so that each lies at a multiple of its
+    size. `rest` is called after each chunk; an exception it raises ends the writing. `checksum`: a name in
+    CHECKSUMS. A tensor may be a function that makes it when it is written; of elements of one width they are
+    written in the given order. Raises OSError, and what such a function raises."""
     ordered = sorted(tensors, key=lambda item: -ITEM_BYTES[item[0].dtype])
     head = _header(metadata, [entry for entry, _ in ordered])
     digest = CHECKSUMS[checksum]()
@@ -113,9 +118,11 @@ def write(
 
 
 def read(url: str, sink: Sink, checksum: str = DEFAULT_CHECKSUM) -> Summary:
-    """Read the whole file once. Each tensor goes into the memory that `sink` returns; None skips it. `checksum`: see `write`.
+    """Read the whole file once. Each tensor goes into the memory that `sink` returns; None skips it.
+    `checksum`: see `write`.
 
-    Raises BadFrame for a file of another format, OSError. Use the memory's content only if the checksum is right.
+    Raises BadFrame for a file of another format, OSError. Use the memory's content only if the checksum is
+    right.
     """
     head: list[memoryview] = []
     with files.open_read(url) as file:
@@ -138,7 +145,8 @@ def read(url: str, sink: Sink, checksum: str = DEFAULT_CHECKSUM) -> Summary:
 
 
 def read_header(url: str) -> tuple[dict[str, str], list[Entry], int]:
-    """Metadata, tensors in their order, and the bytes in front of the first. Raises BadFrame for a file of another format, OSError."""
+    """Metadata, tensors in their order, and the bytes in front of the first. Raises BadFrame for a file of
+    another format, OSError."""
     with files.open_read(url) as file:
         return _read_header(file, lambda _: None)
 
@@ -148,14 +156,20 @@ def _header(metadata: Mapping[str, str], entries: Sequence[Entry]) -> bytes:
     first = 0
     for entry in entries:
         last = first + entry.bytes
-        table[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [first, last]}
+        table[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [first, last],
+        }
         first = last
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _read_header(file: BinaryIO, seen: Callable[[memoryview], None]) -> tuple[dict[str, str], list[Entry], int]:
+def _read_header(
+    file: BinaryIO, seen: Callable[[memoryview], None]
+) -> tuple[dict[str, str], list[Entry], int]:
     length = memoryview(bytearray(_LENGTH_BYTES))
     fill(file, length, "the header's length")
     count = int.from_bytes(length, "little")
@@ -169,7 +183,9 @@ def _read_header(file: BinaryIO, seen: Callable[[memoryview], None]) -> tuple[di
         table = json.loads(bytes(text))
         metadata = {str(key): str(value) for key, value in table.pop("__metadata__", {}).items()}
         entries = [
-            Entry(name, DTYPES[item["dtype"]], tuple(map(int, item["shape"])), *map(int, item["data_offsets"]))
+            Entry(
+                name, DTYPES[item["dtype"]], tuple(map(int, item["shape"])), *map(int, item["data_offsets"])
+            )
             for name, item in table.items()
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -177,9 +193,14 @@ def _read_header(file: BinaryIO, seen: Callable[[memoryview], None]) -> tuple[di
     entries.sort(key=lambda entry: (entry.first, entry.last))
     end = 0
     for entry in entries:
-        if entry.first != end or entry.last - entry.first != entry.bytes or any(side < 0 for side in entry.shape):
+        if (
+            entry.first != end
+            or entry.last - entry.first != entry.bytes
+            or any(side < 0 for side in entry.shape)
+        ):
             raise BadFrame(
-                f"tensor {entry.name!r} of shape {entry.shape} lies at [{entry.first}, {entry.last}) after {end}"
+                f"tensor {entry.name!r} of shape {entry.shape} lies at [{entry.first}, "
+                f"{entry.last}) after {end}"
             )
         end = entry.last
     return metadata, entries, _LENGTH_BYTES + count
@@ -189,7 +210,8 @@ def fill(file: BinaryIO, place: memoryview, what: str) -> None:
     """Read so many bytes. Raises BadFrame: the file ends before."""
     filled = 0
     while filled < place.nbytes:
-        count = file.readinto(place[filled:])  # type: ignore[attr-defined]  # typing's BinaryIO lacks it, files have it
+        # typing's BinaryIO lacks it, files have it
+        count = file.readinto(place[filled:])  # type: ignore[attr-defined]
         if not count:
             raise BadFrame(f"the file ends inside {what}: {place.nbytes - filled} bytes are missing")
         filled += count

@@ -1,6 +1,8 @@
-"""The records that cross REST and etcd: JSON on both, validated on entry, frozen. One name to import them from.
+"""The records that cross REST and etcd: JSON on both, validated on entry, frozen. One name to import them
+from.
 
-The records of checkpoints, layout, steps, operations and trainers' progress are imported from their own modules.
+The records of checkpoints, layout, steps, operations and trainers' progress are imported from their own
+modules.
 """
 
 from trireme_shared.protocol.records.assignments import SlotMap, TrainerList, TrainersChange

@@ -1,7 +1,9 @@
-"""Which trainers train in a generation, which lanes each computes, which parameter server holds which slots, and which slots move.
+"""Which trainers train in a generation, which lanes each computes, which parameter server holds which slots,
+and which slots move.
 
-A group of slots moves from one parameter server (source) to another (target). The slot map in etcd says who owns it, and changes
-once the target has everything. `spread` gives the owners of a new job's slots, `rebalanced` those of other numbers of parameter servers.
+A group of slots moves from one parameter server (source) to another (target). The slot map in etcd says who
+owns it, and changes once the target has everything. `spread` gives the owners of a new job's slots,
+`rebalanced` those of other numbers of parameter servers.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from trireme_shared.protocol.lanes import Interval, place_of, share_of
 from trireme_shared.protocol.records.record import Message, Record
 
 Runs = tuple[tuple[int, int], ...]
-"""Shares of trainers in their order, run by run: (lanes, how many trainers one after the other have so many)."""
+"""Shares of trainers in their order, run by run: (lanes, how many trainers one after the other have so
+many)."""
 
 
 class TrainersChange(Record):
-    """How the trainers of `generation` follow from those of generation `before` (0: from none): those in `left` are taken out, then
-    each of `joined` is put in at its place, in order. `shares`: of the list after it. Members follow it: it is short where the list
-    is long."""
+    """How the trainers of `generation` follow from those of generation `before` (0: from none): those in
+    `left` are taken out, then each of `joined` is put in at its place, in order. `shares`: of the list after
+    it. Members follow it: it is short where the list is long."""
 
     generation: int
     before: int = 0
@@ -32,9 +35,10 @@ class TrainersChange(Record):
 
 
 class TrainerList(Record):
-    """The trainers from `generation` on, until another list follows: the owners of lanes in the order of their lanes, then the hot
-    spares. Each of n owners has 1/n of the `lanes`, the first ones one more if that leaves a rest; `shares` (if any) says otherwise,
-    and whoever is behind its end is a spare. Asynchronous: no lanes, in order of arrival."""
+    """The trainers from `generation` on, until another list follows: the owners of lanes in the order of
+    their lanes, then the hot spares. Each of n owners has 1/n of the `lanes`, the first ones one more if that
+    leaves a rest; `shares` (if any) says otherwise, and whoever is behind its end is a spare. Asynchronous:
+    no lanes, in order of arrival."""
 
     generation: int = 0
     lanes: int = 0
@@ -121,12 +125,15 @@ class TrainerList(Record):
         names = [name for name in self.names if name not in gone] if change.before else []
         for place, name in change.joined:
             names.insert(place, name)
-        return TrainerList(generation=change.generation, lanes=change.lanes, names=tuple(names), shares=change.shares)
+        return TrainerList(
+            generation=change.generation, lanes=change.lanes, names=tuple(names), shares=change.shares
+        )
 
 
 class SlotMap(Record):
-    """`owners[slot]` is a pserver index. `pservers`: how many parameter servers the job wants since this map was written; 0: as many
-    as have slots. While a resize moves slots, some of them have none yet, or others have some left."""
+    """`owners[slot]` is a pserver index. `pservers`: how many parameter servers the job wants since this map
+    was written; 0: as many as have slots. While a resize moves slots, some of them have none yet, or others
+    have some left."""
 
     version: int
     owners: tuple[int, ...]
@@ -144,7 +151,8 @@ class SlotMap(Record):
 
 
 class Group(Record):
-    """Slots that move together from pserver `source` to pserver `target`. `bytes`: predicted from the layout."""
+    """Slots that move together from pserver `source` to pserver `target`. `bytes`: predicted from the
+    layout."""
 
     number: int
     source: int
@@ -154,8 +162,9 @@ class Group(Record):
 
 
 class Migration(Record):
-    """`job/migration`: what parameter servers hand over to each other. `id` names the resize and its attempt: nothing that was handed
-    over for another one counts. `members`: index -> incarnation of all sources and targets."""
+    """`job/migration`: what parameter servers hand over to each other. `id` names the resize and its attempt:
+    nothing that was handed over for another one counts. `members`: index -> incarnation of all sources and
+    targets."""
 
     id: str
     timeline: int
@@ -164,8 +173,9 @@ class Migration(Record):
 
 
 class Handed(Record):
-    """In `ps/<index>` of a source. `groups`: numbers of those whose target has everything. `forgotten`: how many of them it has
-    forgotten since, because the slot map gave them to their targets. `failed`: why it cannot hand over."""
+    """In `ps/<index>` of a source. `groups`: numbers of those whose target has everything. `forgotten`: how
+    many of them it has forgotten since, because the slot map gave them to their targets. `failed`: why it
+    cannot hand over."""
 
     migration: str
     groups: tuple[int, ...] = ()
@@ -176,8 +186,9 @@ class Handed(Record):
 
 
 class GivenNumbers(Record):
-    """`job/given`: the numbers of members in the spec that masters are started with, once a resize has changed those in `job/spec`. A
-    master that is started with other numbers than these resizes the job as before: at its start."""
+    """`job/given`: the numbers of members in the spec that masters are started with, once a resize has
+    changed those in `job/spec`. A master that is started with other numbers than these resizes the job as
+    before: at its start."""
 
     trainers: int
     pservers: int
@@ -194,8 +205,9 @@ def spread(slot_count: int, pservers: int) -> tuple[int, ...]:
 
 
 def rebalanced(owners: Sequence[int], weights: Sequence[int], pservers: int) -> tuple[int, ...]:
-    """The owners for `pservers` parameter servers, 0 to `pservers` - 1. Slots of others move to who has least; then a slot moves only
-    while that makes a load more even. `weights[slot]`: its bytes; a slot of 0 moves only if its owner leaves."""
+    """The owners for `pservers` parameter servers, 0 to `pservers` - 1. Slots of others move to who has
+    least; then a slot moves only while that makes a load more even. `weights[slot]`: its bytes; a slot of 0
+    moves only if its owner leaves."""
     new = list(owners)
     loads = [0] * pservers
     held: list[list[int]] = [[] for _ in range(pservers)]
@@ -213,7 +225,8 @@ def rebalanced(owners: Sequence[int], weights: Sequence[int], pservers: int) -> 
     for slot in sorted(homeless, key=lambda slot: (-weights[slot], slot)):
         give(slot, min(range(pservers), key=lambda index: (loads[index], len(held[index]), index)))
     for index in range(pservers):
-        held[index].sort(key=lambda slot: (weights[slot], -slot))  # the lightest first; all blocks but few are as large
+        # the lightest first; all blocks but few are as large
+        held[index].sort(key=lambda slot: (weights[slot], -slot))
     while True:
         donor = max(range(pservers), key=lambda index: (loads[index], -index))
         target = min(range(pservers), key=lambda index: (loads[index], index))

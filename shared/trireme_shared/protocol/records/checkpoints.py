@@ -1,9 +1,10 @@
-"""The records of checkpoints: those in etcd while a checkpoint is made, and the manifest that describes a complete one.
+"""The records of checkpoints: those in etcd while a checkpoint is made, and the manifest that describes a
+complete one.
 
 started (leased) -> part -> ... all parts there -> manifest (a file) -> latest (etcd)
 
-A part is whole, or it has of embedding tables only what changed since an earlier part of the same parameter server: a chain
-leads from it back to a whole one.
+A part is whole, or it has of embedding tables only what changed since an earlier part of the same parameter
+server: a chain leads from it back to a whole one.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class CheckpointPlace(Record):
 
 
 class CheckpointStarted(CheckpointPlace):
-    """A pserver writes its part of version `step`. `error`: why it could not. `on`: the checkpoint that the part may build on, so it has to be kept
-    meanwhile; "": none. `slots`: version of the map of slots by which the blocks are shared. `evaluation`: number of the evaluation that is due at that
-    version; 0: none."""
+    """A pserver writes its part of version `step`. `error`: why it could not. `on`: the checkpoint that the
+    part may build on, so it has to be kept meanwhile; "": none. `slots`: version of the map of slots by which
+    the blocks are shared. `evaluation`: number of the evaluation that is due at that version; 0: none."""
 
     pserver: int
     incarnation: str
@@ -46,9 +47,10 @@ class CheckpointStarted(CheckpointPlace):
 
 
 class CheckpointCut(CheckpointPlace):
-    """Asynchronous: no trainer trained from this key until all parameters were `copied`. `trainers`: those that had paused.
-    `operation`: the one that requested it, or was running. `evaluation`: number of the evaluation that is due at the cut (0: none), and
-    `minibatches`: how many the job had trained by then, as far as its leader knew."""
+    """Asynchronous: no trainer trained from this key until all parameters were `copied`. `trainers`: those
+    that had paused. `operation`: the one that requested it, or was running. `evaluation`: number of the
+    evaluation that is due at the cut (0: none), and `minibatches`: how many the job had trained by then, as
+    far as its leader knew."""
 
     trainers: tuple[str, ...] = ()
     copied: bool = False
@@ -68,9 +70,10 @@ class PartLink(Record):
 
 
 class CheckpointPart(CheckpointPlace):
-    """A part that is written. `file`: its name in the checkpoint's folder. `checksum`: of all its bytes, with the checksum's name
-    before it (`xxh3-128:…`, `md5:…`, `sha256:…`), which readers compare. `rows_version`: by which its rows of embedding tables are stamped; None: the
-    step. `chain`: what it builds on, the whole part first; empty: it is whole."""
+    """A part that is written. `file`: its name in the checkpoint's folder. `checksum`: of all its bytes, with
+    the checksum's name before it (`xxh3-128:…`, `md5:…`, `sha256:…`), which readers compare. `rows_version`:
+    by which its rows of embedding tables are stamped; None: the step. `chain`: what it builds on, the whole
+    part first; empty: it is whole."""
 
     pserver: int
     incarnation: str
@@ -87,11 +90,12 @@ class CheckpointPart(CheckpointPlace):
 
 
 class CheckpointRef(Record):
-    """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the checkpoint its timeline began with
-    ("": the timeline began with the start of training). `asked`: it was requested, so scheduled checkpoints do not replace it.
-    `evaluation`: number of the evaluation that is due at its version; 0: none. `evaluated_before`: how many are due at
-    versions before it; None: the job's result does not depend on evaluations. `minibatches`: of an asynchronous job, see CheckpointCut.
-    `on`: uuids of the checkpoints that its parts build on; none: all are whole."""
+    """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the checkpoint
+    its timeline began with ("": the timeline began with the start of training). `asked`: it was requested, so
+    scheduled checkpoints do not replace it. `evaluation`: number of the evaluation that is due at its
+    version; 0: none. `evaluated_before`: how many are due at versions before it; None: the job's result does
+    not depend on evaluations. `minibatches`: of an asynchronous job, see CheckpointCut. `on`: uuids of the
+    checkpoints that its parts build on; none: all are whole."""
 
     uuid: str
     step: int
@@ -110,13 +114,15 @@ class CheckpointRef(Record):
 
     @property
     def evaluated_step(self) -> int:
-        """By which people know the version that is evaluated: the step, or (asynchronous) how many minibatches were trained."""
+        """By which people know the version that is evaluated: the step, or (asynchronous) how many
+        minibatches were trained."""
         return self.minibatches or self.step
 
 
 def history(kept: Sequence[CheckpointRef], timeline: int, origin: str) -> tuple[CheckpointRef, ...]:
-    """The checkpoints in `kept` that lie on the way to `timeline`, newest first: its own, those of the timeline of `origin` (the
-    checkpoint it began with) up to `origin`, and so on back to the start of training."""
+    """The checkpoints in `kept` that lie on the way to `timeline`, newest first: its own, those of the
+    timeline of `origin` (the checkpoint it began with) up to `origin`, and so on back to the start of
+    training."""
     refs = {ref.uuid: ref for ref in kept}
     found: list[CheckpointRef] = []
     highest: int | None = None
@@ -130,9 +136,10 @@ def history(kept: Sequence[CheckpointRef], timeline: int, origin: str) -> tuple[
 
 
 class CheckpointLatest(Record):
-    """The newest committed checkpoint. `kept`: all checkpoints that may be loaded: first its `history`, newest first, beginning with
-    itself; then those that the job left behind when it went back to an older one. `operation`: the one that requested it, or was
-    running. `final`: of the last version, after which there is nothing to train."""
+    """The newest committed checkpoint. `kept`: all checkpoints that may be loaded: first its `history`,
+    newest first, beginning with itself; then those that the job left behind when it went back to an older
+    one. `operation`: the one that requested it, or was running. `final`: of the last version, after which
+    there is nothing to train."""
 
     uuid: str
     step: int
@@ -151,7 +158,8 @@ class CheckpointLatest(Record):
 
 
 class OwnCheckpoints(Record):
-    """`checkpoints/pservers/<index>`: independent checkpoints of one pserver that may be loaded, newest first."""
+    """`checkpoints/pservers/<index>`: independent checkpoints of one pserver that may be loaded, newest
+    first."""
 
     pserver: int
     incarnation: str
@@ -163,9 +171,9 @@ class OwnCheckpoints(Record):
 class Manifest(Record):
     """`step`: the version. `record`: the readers' positions and the scheduler at that version.
 
-    Asynchronous: `step` is the number of the checkpoint in the job. `queue`: the keys below `tasks/` in etcd at the cut (name ->
-    value). `readers`: position of each trainer's reader. `evaluation`: number of the one that was due at the cut. The ledgers are in the
-    parts."""
+    Asynchronous: `step` is the number of the checkpoint in the job. `queue`: the keys below `tasks/` in etcd
+    at the cut (name -> value). `readers`: position of each trainer's reader. `evaluation`: number of the one
+    that was due at the cut. The ledgers are in the parts."""
 
     job: str
     uuid: str

@@ -1,4 +1,5 @@
-"""A cluster: many jobs under one leader, and the pool of members that it assigns to them. JSON in etcd and on REST."""
+"""A cluster: many jobs under one leader, and the pool of members that it assigns to them. JSON in etcd and on
+REST."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ class Standing(StrEnum):
 
 
 class Scheduling(Record):
-    """What a job may have of the pool. `max_trainers` None: as many as lanes (synchronous) or as there are. `preemptible`: jobs of
-    a higher priority may take it below `min_trainers`; then it goes back to QUEUED with a checkpoint. `after`: jobs that
-    must be COMPLETED first. `not_before_time`: RFC 3339."""
+    """What a job may have of the pool. `max_trainers` None: as many as lanes (synchronous) or as there are.
+    `preemptible`: jobs of a higher priority may take it below `min_trainers`; then it goes back to QUEUED
+    with a checkpoint. `after`: jobs that must be COMPLETED first. `not_before_time`: RFC 3339."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,13 +56,19 @@ class Scheduling(Record):
         description="It starts with no fewer trainers, and keeps them unless it is preempted.",
     )
     max_trainers: int | None = Field(
-        default=None, ge=1, le=10_000, description="It gets at most so many trainers; null: as many as are of use."
+        default=None,
+        ge=1,
+        le=10_000,
+        description="It gets at most so many trainers; null: as many as are of use.",
     )
-    priority: int = Field(default=50, ge=0, le=100, description="Jobs with a higher number get members first.")
+    priority: int = Field(
+        default=50, ge=0, le=100, description="Jobs with a higher number get members first."
+    )
     weight: float = Field(default=1.0, gt=0, le=1000)
     preemptible: bool = Field(
         default=False,
-        description="Jobs of a higher priority may take it below min_trainers; then it is QUEUED again with a checkpoint.",
+        description="Jobs of a higher priority may take it below min_trainers; then it is QUEUED again with "
+        "a checkpoint.",
     )
     after: tuple[Id, ...] = Field(
         default=(), max_length=32, description="Names of jobs that must be COMPLETED before this one starts."
@@ -86,8 +93,9 @@ class Scheduling(Record):
 
 
 class Source(Record):
-    """A job's script, and the modules beside it that it imports: path below the script's folder -> text. Stored once under its digest;
-    a spec names it as `source:<digest>/<file_name>`. At most SOURCE_BYTES in all."""
+    """A job's script, and the modules beside it that it imports: path below the script's folder -> text.
+    Stored once under its digest; a spec names it as `source:<digest>/<file_name>`. At most SOURCE_BYTES in
+    all."""
 
     file_name: str = Field(pattern=f"^{_FILE_NAME}$")
     text: str = Field(max_length=SOURCE_BYTES)
@@ -99,7 +107,10 @@ class Source(Record):
     def _bounded(self) -> Source:
         size = sum(len(text.encode()) for text in (self.text, *self.modules.values()))
         if size > SOURCE_BYTES:
-            msg = f"the script and its {len(self.modules)} modules have {size} bytes, at most {SOURCE_BYTES} are taken; install the modules on the members"
+            msg = (
+                f"the script and its {len(self.modules)} modules have {size} bytes, at most "
+                f"{SOURCE_BYTES} are taken; install the modules on the members"
+            )
             raise ValueError(msg)
         if self.file_name in self.modules:
             msg = f"{self.file_name} is the script and a module, too"
@@ -122,8 +133,8 @@ class Source(Record):
 
 
 def stored_source(script: str) -> tuple[str, str] | None:
-    """(digest, file name) that a spec's `script` names; None: it is a path or a URL. Raises ValueError if it looks like a source and
-    is none."""
+    """(digest, file name) that a spec's `script` names; None: it is a path or a URL. Raises ValueError if it
+    looks like a source and is none."""
     if not script.startswith(SOURCE_SCHEME):
         return None
     found = _STORED.fullmatch(script)
@@ -137,9 +148,11 @@ Wanted = Literal["run", "pause", "cancel", "delete"]  # what the users of a job 
 
 
 class ClusterJob(Record):
-    """One job of a cluster. `epoch` counts its starts: assignments of an older one are no more. `wanted`: what its users asked for
-    last; `delete`: its files are being deleted, then its keys. `reason`: why it is where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
-    `max_trainers` and the spec say). `preempted_by`: the job that it gives its members to; it is stopped and then QUEUED again."""
+    """One job of a cluster. `epoch` counts its starts: assignments of an older one are no more. `wanted`:
+    what its users asked for last; `delete`: its files are being deleted, then its keys. `reason`: why it is
+    where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
+    `max_trainers` and the spec say). `preempted_by`: the job that it gives its members to; it is stopped and
+    then QUEUED again."""
 
     keeps_nulls: ClassVar[bool] = True
 
@@ -201,9 +214,10 @@ class TaskState(StrEnum):
 
 
 class TaskRun(Record):
-    """Key `jobs/<job>/tasks/<name>`, written by the leader. `attempt` counts its starts: reports of an earlier one count for nothing.
-    `failures`: attempts that ended badly; `lost`: attempts whose member was lost, which no retry is taken for. `member`, `host`,
-    `incarnation`: who runs it, or ran it last. `output`: the end of what the last attempt that ended printed."""
+    """Key `jobs/<job>/tasks/<name>`, written by the leader. `attempt` counts its starts: reports of an
+    earlier one count for nothing. `failures`: attempts that ended badly; `lost`: attempts whose member was
+    lost, which no retry is taken for. `member`, `host`, `incarnation`: who runs it, or ran it last. `output`:
+    the end of what the last attempt that ended printed."""
 
     job: Id
     name: Id
@@ -230,9 +244,10 @@ def spoken(name: str) -> str:
 class JobSchedule(Record):
     """Key `schedules/<name>`: jobs that begin again and again, called `<name>-<UTC time as yyyymmddhhmm>`.
 
-    `cron`: minute, hour, day of month, month, day of week, in `time_zone`. `concurrency`: if the job before has not ended, this time is
-    left out (forbid), or that job is cancelled (replace). `spec`: of the jobs, but for their name; their files go below
-    `spec.storage`. `next_time`: the first time that is not decided yet. `last_time`, `last_job`, `reason`: the last decision."""
+    `cron`: minute, hour, day of month, month, day of week, in `time_zone`. `concurrency`: if the job before
+    has not ended, this time is left out (forbid), or that job is cancelled (replace). `spec`: of the jobs,
+    but for their name; their files go below `spec.storage`. `next_time`: the first time that is not decided
+    yet. `last_time`, `last_job`, `reason`: the last decision."""
 
     keeps_nulls: ClassVar[bool] = True
 
@@ -265,11 +280,13 @@ def both_in_words(trainers: int, pservers: int) -> str:
 
 
 class PoolMember(Record):
-    """A place for one trainer or parameter server, registered by a host agent: key `pool/<kind>/<member>`, leased.
+    """A place for one trainer or parameter server, registered by a host agent: key `pool/<kind>/<member>`,
+    leased.
 
-    `running`: the job whose process it runs now, with `epoch`; empty: idle. `trouble`: why that process does not run (it ended
-    again and again). `ended`: the process of that epoch of the job ended with exit code 0 and is not started again.
-    `task`: it runs this attempt of a pre- or post-task of the job; once `ended`, how: `exit_code`, and the end of its output."""
+    `running`: the job whose process it runs now, with `epoch`; empty: idle. `trouble`: why that process does
+    not run (it ended again and again). `ended`: the process of that epoch of the job ended with exit code 0
+    and is not started again. `task`: it runs this attempt of a pre- or post-task of the job; once `ended`,
+    how: `exit_code`, and the end of its output."""
 
     member: Id
     kind: Kind
@@ -294,15 +311,16 @@ class PoolMember(Record):
 
 
 class Drain(Record):
-    """Key `pool/<kind>/<member>/drain`, written by the leader: the member gets no work until its users take this back. It outlives the
-    member's registration, so a host that starts again stays drained."""
+    """Key `pool/<kind>/<member>/drain`, written by the leader: the member gets no work until its users take
+    this back. It outlives the member's registration, so a host that starts again stays drained."""
 
     ask_time: str = ""
 
 
 class Assignment(Record):
-    """Key `pool/<kind>/<member>/assignment`, written by the leader: the member runs a process of that job. `incarnation`: of
-    the member that it is meant for. `task`: it runs that attempt of a pre- or post-task instead, for at most `limit_s` seconds."""
+    """Key `pool/<kind>/<member>/assignment`, written by the leader: the member runs a process of that job.
+    `incarnation`: of the member that it is meant for. `task`: it runs that attempt of a pre- or post-task
+    instead, for at most `limit_s` seconds."""
 
     job: Id
     epoch: int

@@ -1,7 +1,8 @@
-"""What a dataset is, as data: users write `trireme.data.Parquet("train-*.parquet")`, the spec carries it, the master
-counts its records once, trainers read ranges of it. No code travels, except by name in `Custom`.
+"""What a dataset is, as data: users write `trireme.data.Parquet("train-*.parquet")`, the spec carries it, the
+master counts its records once, trainers read ranges of it. No code travels, except by name in `Custom`.
 
-Every reader yields *records*: a dict of column -> value. URLs are fsspec URLs or local paths; globs are allowed.
+Every reader yields *records*: a dict of column -> value. URLs are fsspec URLs or local paths; globs are
+allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 def _needs_its_kind(schema: dict[str, Any]) -> None:
-    """In JSON `kind` tells the readers apart, so no document may leave it out; in Python the class has it already."""
+    """In JSON `kind` tells the readers apart, so no document may leave it out; in Python the class has it
+    already."""
     schema["required"] = ["kind", *schema.get("required", [])]
 
 
@@ -34,7 +36,8 @@ class _Dataset(BaseModel):
 
 
 class Parquet(_Dataset):
-    """Rows of Parquet files; a task is a row range, a row group is read once. `columns`: a subset, default all."""
+    """Rows of Parquet files; a task is a row range, a row group is read once. `columns`: a subset, default
+    all."""
 
     kind: Literal["parquet"] = "parquet"
     columns: tuple[str, ...] | None = None
@@ -43,18 +46,21 @@ class Parquet(_Dataset):
 class Csv(_Dataset):
     """Rows of CSV files (RFC 4180, UTF-8) with a header line, or without one and with `column_names`.
 
-    Types are found in the beginning of the first file: whole numbers int64 or uint64, other numbers float32 or float64, bool, else text;
-    `column_types` sets them where the beginning misleads. `columns`: a subset, default all. Quoted line breaks are respected, blank lines
-    ignored.
+    Types are found in the beginning of the first file: whole numbers int64 or uint64, other numbers float32
+    or float64, bool, else text; `column_types` sets them where the beginning misleads. `columns`: a subset,
+    default all. Quoted line breaks are respected, blank lines ignored.
     """
 
     kind: Literal["csv"] = "csv"
     column_names: tuple[str, ...] | None = Field(
-        default=None, description="Names of the columns of files without a header line; null: the files have one."
+        default=None,
+        description="Names of the columns of files without a header line; null: the files have one.",
     )
     column_types: ColumnTypes = Field(default_factory=dict)
     columns: tuple[str, ...] | None = None
-    delimiter: str = Field(default=",", pattern=r"^[\t !#-~]$", description="The character between two fields.")
+    delimiter: str = Field(
+        default=",", pattern=r"^[\t !#-~]$", description="The character between two fields."
+    )
 
 
 class JsonLines(_Dataset):
@@ -71,38 +77,46 @@ class TextLines(_Dataset):
 
 
 class Bytes(_Dataset):
-    """Fixed windows of files: record i of a file is {"bytes": uint8[record_bytes + overlap]} from i * record_bytes.
+    """Fixed windows of files: record i of a file is {"bytes": uint8[record_bytes + overlap]} from i *
+    record_bytes.
 
-    `overlap` extra bytes follow each window (1 for next-byte prediction); a window that would pass the file's end is
-    not a record.
+    `overlap` extra bytes follow each window (1 for next-byte prediction); a window that would pass the file's
+    end is not a record.
     """
 
     kind: Literal["bytes"] = "bytes"
     record_bytes: int = Field(gt=0, lt=2**63, description="Bytes of one record.")
     overlap: int = Field(
-        default=0, ge=0, lt=2**63, description="Bytes that follow each window and belong to the next one, too."
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Bytes that follow each window and belong to the next one, too.",
     )
 
 
 class Npy(_Dataset):
     """Rows (first axis) of .npy files, memory-mapped where they are local.
 
-    `Npy("x.npy")` yields {"x": row}. `Npy("x.npy", "y.npy", aligned=True)` yields {"x": row, "y": row}: all files have
-    the same number of rows and form one. Column names are the files' stems, unless `columns` names them (one name, or
-    one for each aligned file; needed where several files that are not aligned have different stems).
+    `Npy("x.npy")` yields {"x": row}. `Npy("x.npy", "y.npy", aligned=True)` yields {"x": row, "y": row}: all
+    files have the same number of rows and form one. Column names are the files' stems, unless `columns` names
+    them (one name, or one for each aligned file; needed where several files that are not aligned have
+    different stems).
     """
 
     kind: Literal["npy"] = "npy"
     aligned: bool = Field(
-        default=False, description="All files have the same number of rows and form one record each, column by column."
+        default=False,
+        description="All files have the same number of rows and form one record each, column by column.",
     )
     columns: tuple[str, ...] | None = None
 
 
 class Custom(_Dataset):
-    """`reader="pkg.mod:name"`: an object with count(url) -> int and read(url, first, count) -> iterator of records.
+    """`reader="pkg.mod:name"`: an object with count(url) -> int and read(url, first, count) -> iterator of
+    records.
 
-    Master and trainers import it, so it must be importable there. URLs without a glob reach it as they are written.
+    Master and trainers import it, so it must be importable there. URLs without a glob reach it as they are
+    written.
     """
 
     names_code: ClassVar[bool] = True
@@ -112,11 +126,11 @@ class Custom(_Dataset):
 
 
 class _InCode(_Dataset):
-    """`reader="pkg.mod:name"`: an object of the script or of a module that members can import, or a function without arguments that
-    returns it. `urls` is that name again.
+    """`reader="pkg.mod:name"`: an object of the script or of a module that members can import, or a function
+    without arguments that returns it. `urls` is that name again.
 
-    An item is a record: a dict, or a tuple whose values `columns` names (else x and y), or one value (x). `records`: how many there
-    are; None where the object has a length.
+    An item is a record: a dict, or a tuple whose values `columns` names (else x and y), or one value (x).
+    `records`: how many there are; None where the object has a length.
     """
 
     names_code: ClassVar[bool] = True
@@ -132,7 +146,9 @@ class _InCode(_Dataset):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, given: Any) -> Any:
-        return {**given, "urls": (given["reader"],)} if isinstance(given, dict) and "reader" in given else given
+        return (
+            {**given, "urls": (given["reader"],)} if isinstance(given, dict) and "reader" in given else given
+        )
 
 
 class MapStyle(_InCode):
@@ -145,7 +161,8 @@ class MapStyle(_InCode):
 
 
 class IterableStyle(_InCode):
-    """Items of an object that can only be iterated, always in the same order: an `IterableDataset` with a stated length.
+    """Items of an object that can only be iterated, always in the same order: an `IterableDataset` with a
+    stated length.
 
     A trainer skips the items before its task's, and begins anew for a task that lies behind.
     """
@@ -156,26 +173,30 @@ class IterableStyle(_InCode):
 class TFRecord(_Dataset):
     """Records of TFRecord files, read without TensorFlow; their checksums are compared.
 
-    `decode="example"`: a `tf.train.Example`: feature -> array, or the value itself where there is one; features in `lists` stay arrays
-    (of bytes: lists). `"bytes"`: {"bytes": the record as it is}.
+    `decode="example"`: a `tf.train.Example`: feature -> array, or the value itself where there is one;
+    features in `lists` stay arrays (of bytes: lists). `"bytes"`: {"bytes": the record as it is}.
     """
 
     kind: Literal["tfrecord"] = "tfrecord"
     decode: Literal["example", "bytes"] = "example"
-    lists: tuple[str, ...] = Field(default=(), description="Features that stay lists where they have one value.")
+    lists: tuple[str, ...] = Field(
+        default=(), description="Features that stay lists where they have one value."
+    )
 
 
 class RecordIO(_Dataset):
-    """{"bytes": record} of RecordIO files (chunks of records, plain, Snappy or gzip; their checksums are compared)."""
+    """{"bytes": record} of RecordIO files (chunks of records, plain, Snappy or gzip; their checksums are
+    compared)."""
 
     kind: Literal["recordio"] = "recordio"
 
 
 class WebDataset(_Dataset):
-    """Samples of tar files: the files of one key follow each other, `000001.jpg 000001.cls` is {"__key__": "000001", "jpg", "cls"}.
+    """Samples of tar files: the files of one key follow each other, `000001.jpg 000001.cls` is {"__key__":
+    "000001", "jpg", "cls"}.
 
-    `decode`: images become uint8 (3, height, width), of `image_size` (height, width) if it is given; json, txt, cls and npy their
-    values; others stay bytes. Without it all stay bytes.
+    `decode`: images become uint8 (3, height, width), of `image_size` (height, width) if it is given; json,
+    txt, cls and npy their values; others stay bytes. Without it all stay bytes.
     """
 
     kind: Literal["webdataset"] = "webdataset"
@@ -184,24 +205,29 @@ class WebDataset(_Dataset):
 
 
 class HuggingFace(_Dataset):
-    """Rows of datasets that `datasets.Dataset.save_to_disk` wrote, read without that library: `HuggingFace("folder")`.
+    """Rows of datasets that `datasets.Dataset.save_to_disk` wrote, read without that library:
+    `HuggingFace("folder")`.
 
-    `split`: of a saved DatasetDict. Columns of type Image become uint8 (3, height, width), of `image_size` (height, width) if it is given;
-    with `decode=False` they stay as they are stored. `columns`: a subset, default all.
+    `split`: of a saved DatasetDict. Columns of type Image become uint8 (3, height, width), of `image_size`
+    (height, width) if it is given; with `decode=False` they stay as they are stored. `columns`: a subset,
+    default all.
     """
 
     kind: Literal["hugging_face"] = "hugging_face"
-    split: str | None = Field(default=None, description="Part of a saved set of datasets; null: it is one dataset.")
+    split: str | None = Field(
+        default=None, description="Part of a saved set of datasets; null: it is one dataset."
+    )
     columns: tuple[str, ...] | None = None
     decode: bool = True
     image_size: Size | None = None
 
 
 class ImageFolder(_Dataset):
-    """Images below one folder, which has a folder for each class: {"image": uint8 (3, height, width), "label": int64}.
+    """Images below one folder, which has a folder for each class: {"image": uint8 (3, height, width),
+    "label": int64}.
 
-    Labels are places of the classes' names in their sorted order. Records are in an order that a hash of their names gives, so that
-    classes are mixed. `image_size`: (height, width) that images are resized to.
+    Labels are places of the classes' names in their sorted order. Records are in an order that a hash of
+    their names gives, so that classes are mixed. `image_size`: (height, width) that images are resized to.
     """
 
     urls: tuple[str, ...] = Field(min_length=1, max_length=1)

@@ -1,5 +1,6 @@
-"""What settings of a job may be: choices by name, and the values of settings that have parts: criteria (`accuracy:max`), tasks, and trackers,
-where metrics go beside the storage ("csv", "mlflow?experiment=digits&run=first", "my_module:Tracker")."""
+"""What settings of a job may be: choices by name, and the values of settings that have parts: criteria
+(`accuracy:max`), tasks, and trackers, where metrics go beside the storage ("csv",
+"mlflow?experiment=digits&run=first", "my_module:Tracker")."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ Precision = Literal["fp32", "bf16"]
 Nonfinite = Literal["fail", "skip", "ignore"]
 ChangedFiles = Annotated[
     Literal["fail", "report"],
-    Field(description="A file of the dataset that is not the counted one: the job fails, or it is trained and told."),
+    Field(
+        description="A file of the dataset that is not the counted one: the job fails, or it is trained and "
+        "told."
+    ),
 ]
 Transported = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["auto", "gloo", "nccl"]
@@ -56,9 +60,11 @@ SNAPSHOT_BYTES = 1 << 30
 INITIAL_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of `init_from`
 TRAINING_FILE = "training.pt"  # of an export with the state of the optimizer
 RENAMED = {
-    "clip_norm": "clip_norm is no setting any more: clip_grad_norm limits the norm of the whole step's gradient, as clip_grad_norm_ does "
+    "clip_norm": "clip_norm is no setting any more: clip_grad_norm limits the norm of the whole step's "
+    "gradient, as clip_grad_norm_ does "
     "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did",
-    "grads_to_wait": "grads_to_wait is no setting: a parameter server steps with every push, so that each minibatch counts exactly once. "
+    "grads_to_wait": "grads_to_wait is no setting: a parameter server steps with every push, so that each "
+    "minibatch counts exactly once. "
     "push_every=N is the counterpart: each trainer pushes the mean gradient of N minibatches",
 }
 LANES_ARE_FIXED = (
@@ -76,7 +82,8 @@ class Mode(StrEnum):
 
 
 class JobStrategy(StrEnum):
-    """Where parameters are stepped: on parameter servers, or (COLLECTIVE) by every trainer, with gradients that the trainers exchange."""
+    """Where parameters are stepped: on parameter servers, or (COLLECTIVE) by every trainer, with gradients
+    that the trainers exchange."""
 
     PARAMETER_SERVER = "parameter_server"
     COLLECTIVE = "collective"
@@ -93,9 +100,9 @@ class Dispatch(StrEnum):
 
 
 class JobTask(Record):
-    """`command`: for /bin/sh, or `function`: `pkg.mod:function`, called without arguments. A text alone is either, by its form.
-    `timeout_s`: of one attempt. `retries`: how often it may fail before that counts. `when`: a post-task runs once the job is
-    COMPLETED, or (always) also once it is FAILED or CANCELLED."""
+    """`command`: for /bin/sh, or `function`: `pkg.mod:function`, called without arguments. A text alone is
+    either, by its form. `timeout_s`: of one attempt. `retries`: how often it may fail before that counts.
+    `when`: a post-task runs once the job is COMPLETED, or (always) also once it is FAILED or CANCELLED."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -135,8 +142,8 @@ class JobTask(Record):
 
 
 class StopEarly(Record):
-    """Training ends when `metric` (`loss:min`, `accuracy:max`) has not become better by more than `min_delta` in the last `patience`
-    evaluations. As a text: `loss:min:patience=3:min_delta=0.01`."""
+    """Training ends when `metric` (`loss:min`, `accuracy:max`) has not become better by more than `min_delta`
+    in the last `patience` evaluations. As a text: `loss:min:patience=3:min_delta=0.01`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -170,9 +177,10 @@ _OPTIONS = ("uri", "experiment", "run")
 
 
 class Tracker(BaseModel):
-    """`kind`: csv, tensorboard, mlflow, wandb, or `pkg.mod:Name`, a class or function that gives a tracker of one's own.
-    Of mlflow and wandb, "" being what their own environment variables say: `uri` of the server, without credentials; `experiment`
-    (wandb: project); `run`, the name of the run. As a text: `mlflow?experiment=digits&run=first`."""
+    """`kind`: csv, tensorboard, mlflow, wandb, or `pkg.mod:Name`, a class or function that gives a tracker of
+    one's own. Of mlflow and wandb, "" being what their own environment variables say: `uri` of the server,
+    without credentials; `experiment` (wandb: project); `run`, the name of the run. As a text:
+    `mlflow?experiment=digits&run=first`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -180,7 +188,9 @@ class Tracker(BaseModel):
         max_length=200, description="csv, tensorboard, mlflow, wandb, or pkg.mod:Name for one of your own."
     )
     uri: str = Field(default="", max_length=2000, description=f"The server, without credentials{_ELSE}.")
-    experiment: str = Field(default="", max_length=200, description=f"Experiment or project{_ELSE}, or the job's name.")
+    experiment: str = Field(
+        default="", max_length=200, description=f"Experiment or project{_ELSE}, or the job's name."
+    )
     run: str = Field(default="", max_length=200, description=f"Name of the run{_ELSE}, or the job's name.")
 
     @model_validator(mode="before")
@@ -199,7 +209,10 @@ class Tracker(BaseModel):
     @classmethod
     def _is_known(cls, value: str) -> str:
         if value not in KINDS and not _FUNCTION.fullmatch(value):
-            msg = f"there is no tracker {value!r}; there are {', '.join(KINDS)}, and pkg.mod:Name for one of your own"
+            msg = (
+                f"there is no tracker {value!r}; there are {', '.join(KINDS)}, and pkg.mod:Name for "
+                "one of your own"
+            )
             raise ValueError(msg)
         return value
 
@@ -208,8 +221,10 @@ class Tracker(BaseModel):
     def _has_no_credentials(cls, value: str) -> str:
         if _CREDENTIALS.match(value):
             raise ValueError(
-                "uri has credentials, which the job's settings would show to everyone who may read them; leave them out and set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (wandb: WANDB_API_KEY) where the master runs"
+                "uri has credentials, which the job's settings would show to everyone who may read "
+                "them; leave them out and set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (wandb: WANDB_API_KEY) "
+                "where the master runs"
             )
         return value
 

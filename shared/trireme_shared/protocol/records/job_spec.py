@@ -1,6 +1,7 @@
 """The job's spec: the user's settings, validated once, the same for every process. JSON in etcd and on REST.
 
-Settings that would change what is trained, and cannot in this job, are refused (`_check_...`). setting_effects.py tells those that change nothing.
+Settings that would change what is trained, and cannot in this job, are refused (`_check_...`).
+setting_effects.py tells those that change nothing.
 """
 
 from __future__ import annotations
@@ -46,22 +47,26 @@ OF_NATIVE = ("backend", "reduction", "bucket_bytes")
 class JobSettings(Record):
     """What users choose of a job. Durations in seconds, sizes in bytes.
 
-    `gradient_dtype`, `parameter_dtype`: dtypes in which float32 gradients and parameters are sent. `error_feedback` (asynchronous
-    only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push. `on_nonfinite`: what
-    a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same.
-    `clip_grad_norm`: the gradient of a whole step (asynchronous: of each push) is scaled down to this norm; `clip_lane_norm`: the gradient
-    of each minibatch, before the mean over lanes is taken. `grad_norm_every` (synchronous): the norm of the gradient is measured in every
-    so many steps (0: never); a job with `clip_grad_norm` has it in each.
-    `init_from`: path or URL of a file with the values that parameters and buffers start with (safetensors, or a state_dict);
-    `init_partial`: what does not fit the model is left out; `init_optimizer`: optimizer and scheduler start with their state in that file.
-    `evaluate_every`: so many steps (asynchronous: minibatches of the whole job), or epoch: such versions are evaluated while training goes on. `keep_best`: `accuracy:max` or
-    `loss:min`: the checkpoint of the best evaluation is kept and exported. `stop_early`: training ends when evaluations get no better.
-    `strategy` collective (synchronous only): trainers hold the parameters, and there are no parameter servers: `pservers` is 0.
-    `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
-    it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
-    longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
-    cluster only): commands that run before its members are assigned, and after its end. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
-    each time. `trackers` (jobs with a master): where metrics, settings and the result go as well."""
+    `gradient_dtype`, `parameter_dtype`: dtypes in which float32 gradients and parameters are sent.
+    `error_feedback` (asynchronous only; None: on whenever gradients are cast): the rounding error of a cast
+    is added to the next push. `on_nonfinite`: what a loss or gradient that is NaN or infinite does: the job
+    fails, the minibatch is left out, or it is trained all the same. `clip_grad_norm`: the gradient of a whole
+    step (asynchronous: of each push) is scaled down to this norm; `clip_lane_norm`: the gradient of each
+    minibatch, before the mean over lanes is taken. `grad_norm_every` (synchronous): the norm of the gradient
+    is measured in every so many steps (0: never); a job with `clip_grad_norm` has it in each. `init_from`:
+    path or URL of a file with the values that parameters and buffers start with (safetensors, or a
+    state_dict); `init_partial`: what does not fit the model is left out; `init_optimizer`: optimizer and
+    scheduler start with their state in that file. `evaluate_every`: so many steps (asynchronous: minibatches
+    of the whole job), or epoch: such versions are evaluated while training goes on. `keep_best`:
+    `accuracy:max` or `loss:min`: the checkpoint of the best evaluation is kept and exported. `stop_early`:
+    training ends when evaluations get no better. `strategy` collective (synchronous only): trainers hold the
+    parameters, and there are no parameter servers: `pservers` is 0. `device` auto: that of the trainer that
+    initialises the parameters. `join_window_s`: members that join a running job within it after a change make
+    one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that
+    takes longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on
+    it. `pre_tasks`, `post_tasks` (in a cluster only): commands that run before its members are assigned, and
+    after its end. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits each
+    time. `trackers` (jobs with a master): where metrics, settings and the result go as well."""
 
     keeps_nulls: ClassVar[bool] = True
 
@@ -82,18 +87,22 @@ class JobSettings(Record):
         default=1,
         ge=1,
         le=MAX_MEMBERS,
-        description="Collective: training begins, and goes on, with at least so many trainers that hold the parameters.",
+        description="Collective: training begins, and goes on, with at least so many trainers that hold the "
+        "parameters.",
     )
     exchange: Literal["direct", "native"] = Field(
         default="direct",
-        description="Collective: trainers send each other gradients themselves, or by groups of torch.distributed (native).",
+        description="Collective: trainers send each other gradients themselves, or by groups of "
+        "torch.distributed (native).",
     )
     backend: Backend = Field(
-        default="auto", description="Native exchange: Gloo, NCCL, or NCCL where the trainers have GPUs (auto)."
+        default="auto",
+        description="Native exchange: Gloo, NCCL, or NCCL where the trainers have GPUs (auto).",
     )
     reduction: Literal["canonical", "fast"] = Field(
         default="canonical",
-        description="Native exchange: canonical gives the bits of every other number of trainers; those of fast depend on the trainers.",
+        description="Native exchange: canonical gives the bits of every other number of trainers; those of "
+        "fast depend on the trainers.",
     )
     bucket_bytes: int = Field(
         default=25 << 20,
@@ -103,7 +112,8 @@ class JobSettings(Record):
     )
     restart_policy: RestartPolicy = Field(
         default="always",
-        description="Whether a dead trainer or parameter server is started again: always, on_failure (not if it ended with exit code 0), or never.",
+        description="Whether a dead trainer or parameter server is started again: always, on_failure (not if "
+        "it ended with exit code 0), or never.",
     )
     restart_delay_s: float = Field(
         default=0.0,
@@ -114,7 +124,8 @@ class JobSettings(Record):
     records_per_task: int | None = Field(default=None, ge=1, lt=2**63)
     drop_last: bool = Field(
         default=False,
-        description="A minibatch that would be short, at the end of a file, is not trained; the number of records left out is told.",
+        description="A minibatch that would be short, at the end of a file, is not trained; the number of "
+        "records left out is told.",
     )
     block_bytes: int = Field(default=1 << 20, ge=256, le=64 << 20)
     slot_count: int = Field(default=1024, ge=128, le=1024)
@@ -122,17 +133,20 @@ class JobSettings(Record):
     pull_every: int = Field(default=1, ge=1, lt=2**63)
     lr_staleness_modulation: bool = Field(
         default=False,
-        description="Asynchronous: a push steps with the learning rate divided by the number of versions that came since its parameters were pulled.",
+        description="Asynchronous: a push steps with the learning rate divided by the number of versions "
+        "that came since its parameters were pulled.",
     )
     max_staleness: int | None = Field(
         default=None,
         ge=0,
         lt=2**63,
-        description="Asynchronous: a trainer waits before a minibatch while another one computes with parameters more than so many versions older; null: it never waits.",
+        description="Asynchronous: a trainer waits before a minibatch while another one computes with "
+        "parameters more than so many versions older; null: it never waits.",
     )
     lr_scale: RateScale = Field(
         default="none",
-        description="How learning rates follow the global batch: by its ratio to lr_base_batch_size (linear), by the root of that (sqrt), or not at all.",
+        description="How learning rates follow the global batch: by its ratio to lr_base_batch_size "
+        "(linear), by the root of that (sqrt), or not at all.",
     )
     lr_base_batch_size: int | None = Field(
         default=None,
@@ -146,14 +160,16 @@ class JobSettings(Record):
     on_nonfinite: Nonfinite = "fail"
     precision: Precision = Field(
         default="fp32",
-        description="fp32, or bf16: forward, loss and evaluation run under torch.autocast with bfloat16; parameters and gradients stay float32.",
+        description="fp32, or bf16: forward, loss and evaluation run under torch.autocast with bfloat16; "
+        "parameters and gradients stay float32.",
     )
     schedule_per: Literal["step", "epoch"] = Field(
         default="step", description="The script's scheduler is stepped after each step, or after each epoch."
     )
     plateau_metric: str | None = Field(
         default=None,
-        description="The metric of evaluations that ReduceLROnPlateau is stepped with; null: the script has no such scheduler.",
+        description="The metric of evaluations that ReduceLROnPlateau is stepped with; null: the script has "
+        "no such scheduler.",
     )
     threads_per_trainer: int = Field(default=1, ge=1, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -174,7 +190,10 @@ class JobSettings(Record):
     checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
     deltas_per_base: int = Field(
-        default=10, ge=0, le=100, description="Checkpoints in a row that save of tables only changed rows; 0: none."
+        default=10,
+        ge=0,
+        le=100,
+        description="Checkpoints in a row that save of tables only changed rows; 0: none.",
     )
     snapshot_bytes: int = Field(default=SNAPSHOT_BYTES, ge=1 << 20, lt=2**63)
     evaluate_every: EvaluateEvery | None = None
@@ -194,11 +213,17 @@ class JobSettings(Record):
     pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
     post_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
     trackers: tuple[Tracker, ...] = Field(
-        default=(), max_length=MAX_TRACKERS, description="Where metrics, settings and the result go beside the storage."
+        default=(),
+        max_length=MAX_TRACKERS,
+        description="Where metrics, settings and the result go beside the storage.",
     )
 
     @field_validator(
-        "checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", "evaluate_every", mode="before"
+        "checkpoint_every_steps",
+        "checkpoint_every_epochs",
+        "checkpoint_every_seconds",
+        "evaluate_every",
+        mode="before",
     )
     @classmethod
     def _off(cls, value: object) -> object:
@@ -216,7 +241,10 @@ class JobSettings(Record):
     @classmethod
     def _is_name(cls, value: str | None) -> str | None:
         if value is not None and not METRIC_NAME.fullmatch(value):
-            msg = "give the name of a metric alone, for example loss; which values are better says ReduceLROnPlateau(mode=...)"
+            msg = (
+                "give the name of a metric alone, for example loss; which values are better says "
+                "ReduceLROnPlateau(mode=...)"
+            )
             raise ValueError(msg)
         return value
 
@@ -224,7 +252,9 @@ class JobSettings(Record):
     @classmethod
     def _needs_no_scaling(cls, value: object) -> object:
         if isinstance(value, str) and value.lower() in ("fp16", "float16", "half", "16", "16-mixed"):
-            raise ValueError("gradients in float16 need a scaled loss, which Trireme does not do; use bf16 or fp32")
+            raise ValueError(
+                "gradients in float16 need a scaled loss, which Trireme does not do; use bf16 or fp32"
+            )
         return value
 
     @model_validator(mode="before")
@@ -322,13 +352,16 @@ class JobSettings(Record):
 
     @property
     def lr_factor(self) -> float:
-        """What the script's learning rates are multiplied by: they were chosen for steps of `lr_base_batch_size` records."""
+        """What the script's learning rates are multiplied by: they were chosen for steps of
+        `lr_base_batch_size` records."""
         ratio = self.records_per_step / (self.lr_base_batch_size or self.records_per_step)
         return math.sqrt(ratio) if self.lr_scale == "sqrt" else ratio
 
     @property
     def feeds_errors_back(self) -> bool:
-        return self.mode is Mode.ASYNC and self.gradient_dtype != "float32" and self.error_feedback is not False
+        return (
+            self.mode is Mode.ASYNC and self.gradient_dtype != "float32" and self.error_feedback is not False
+        )
 
     @property
     def streams(self) -> int:
@@ -336,8 +369,9 @@ class JobSettings(Record):
 
 
 class JobSpec(JobSettings):
-    """A job's settings, its name, its script (a path, or `source:<digest>/<file name>`) and where its files go; written once.
-    `sources`: SHA-256 of the script and of the modules beside it, by their path below its folder; of scripts that are a path."""
+    """A job's settings, its name, its script (a path, or `source:<digest>/<file name>`) and where its files
+    go; written once. `sources`: SHA-256 of the script and of the modules beside it, by their path below its
+    folder; of scripts that are a path."""
 
     job: str = Field(pattern=JOB_NAME)
     script: str
@@ -348,33 +382,52 @@ class JobSpec(JobSettings):
 def _check_strategy(spec: JobSettings) -> None:
     """Raises ValueError."""
     if spec.strategy is Strategy.COLLECTIVE and spec.mode is not Mode.SYNC:
-        msg = f"strategy is collective, which only synchronous jobs can have, and mode is {spec.mode}; use mode sync, or strategy parameter_server"
+        msg = (
+            f"strategy is collective, which only synchronous jobs can have, and mode is {spec.mode}; "
+            "use mode sync, or strategy parameter_server"
+        )
         raise ValueError(msg)
     if spec.strategy is Strategy.COLLECTIVE and spec.pservers:
-        msg = f"pservers is {spec.pservers}, but a job with strategy collective has no parameter servers; leave it out, or use strategy parameter_server"
+        msg = (
+            f"pservers is {spec.pservers}, but a job with strategy collective has no parameter "
+            "servers; leave it out, or use strategy parameter_server"
+        )
         raise ValueError(msg)
     if spec.strategy is Strategy.COLLECTIVE and spec.parameter_dtype != "float32":
-        msg = f"parameter_dtype is {spec.parameter_dtype}, but with strategy collective no parameters travel in a step; leave it out (gradient_dtype is for gradients, both ways)"
+        msg = (
+            f"parameter_dtype is {spec.parameter_dtype}, but with strategy collective no parameters "
+            "travel in a step; leave it out (gradient_dtype is for gradients, both ways)"
+        )
         raise ValueError(msg)
     if spec.strategy is Strategy.PARAMETER_SERVER and not spec.pservers:
         msg = (
-            "pservers is 0: a job needs one at least, which hold its parameters; only strategy collective does without"
+            "pservers is 0: a job needs one at least, which hold its parameters; only strategy "
+            "collective does without"
         )
         raise ValueError(msg)
     if spec.strategy is Strategy.PARAMETER_SERVER and spec.min_members > 1:
-        msg = f"min_members is {spec.min_members}, which only jobs with strategy collective can have; leave it out, or use that strategy"
+        msg = (
+            f"min_members is {spec.min_members}, which only jobs with strategy collective can have; "
+            "leave it out, or use that strategy"
+        )
         raise ValueError(msg)
     _check_exchange(spec)
 
 
 def _check_exchange(spec: JobSettings) -> None:
     if spec.strategy is Strategy.PARAMETER_SERVER and spec.exchange != "direct":
-        msg = f"exchange is {spec.exchange}, which only jobs with strategy collective can have; leave it out, or use that strategy"
+        msg = (
+            f"exchange is {spec.exchange}, which only jobs with strategy collective can have; leave it "
+            "out, or use that strategy"
+        )
         raise ValueError(msg)
     if spec.exchange == "direct":
         for name in OF_NATIVE:
             if (value := getattr(spec, name)) != type(spec).model_fields[name].default:
-                msg = f"{name} is {value}, which only native exchange has, and exchange is direct; leave it out, or use exchange native"
+                msg = (
+                    f"{name} is {value}, which only native exchange has, and exchange is direct; leave "
+                    "it out, or use exchange native"
+                )
                 raise ValueError(msg)
 
 
@@ -393,7 +446,8 @@ def _check_sizes(spec: JobSettings) -> None:
         raise ValueError(msg)
     if spec.drop_last and task is not None and task % spec.minibatch_size:
         msg = (
-            f"drop_last is set, and records_per_task {task} is not a multiple of the {spec.minibatch_size} records of a "
+            f"drop_last is set, and records_per_task {task} is not a multiple of the "
+            f"{spec.minibatch_size} records of a "
             "minibatch, so each task would lose some; leave records_per_task out, or give a multiple"
         )
         raise ValueError(msg)
@@ -410,32 +464,47 @@ def _check_mode(spec: JobSettings) -> None:
         ("push_every", spec.push_every, 1),
     ):
         if spec.mode is Mode.SYNC and value != default:
-            msg = f"{name} is {value}, which only asynchronous jobs can have, and mode is sync; use mode async or leave it out"
+            msg = (
+                f"{name} is {value}, which only asynchronous jobs can have, and mode is sync; use mode "
+                "async or leave it out"
+            )
             raise ValueError(msg)
     if spec.trackers and spec.dispatch is Dispatch.ETCD:
-        msg = "trackers are set, which only jobs with a master can have; leave them out, or use dispatch master"
+        msg = (
+            "trackers are set, which only jobs with a master can have; leave them out, or use dispatch master"
+        )
         raise ValueError(msg)
 
 
 def _check_evaluations(spec: JobSettings) -> None:
     """Raises ValueError."""
     if spec.plateau_metric is not None and spec.mode is Mode.ASYNC:
-        msg = f"plateau_metric is {spec.plateau_metric}, which only synchronous jobs can have; leave it out, or use mode sync"
+        msg = (
+            f"plateau_metric is {spec.plateau_metric}, which only synchronous jobs can have; leave it "
+            "out, or use mode sync"
+        )
         raise ValueError(msg)
     if spec.evaluate_every is None:
         stop_early = spec.stop_early.metric if spec.stop_early is not None else None
         named = {"keep_best": spec.keep_best, "stop_early": stop_early, "plateau_metric": spec.plateau_metric}
         for name, value in named.items():
             if value is not None:
-                msg = f"{name} is {value}, but nothing is evaluated while the job trains: evaluate_every is not set; set evaluate_every, too, or leave {name} out"
+                msg = (
+                    f"{name} is {value}, but nothing is evaluated while the job trains: evaluate_every "
+                    f"is not set; set evaluate_every, too, or leave {name} out"
+                )
                 raise ValueError(msg)
         return
     if spec.evaluation_dataset is None:
-        msg = f"evaluate_every is {spec.evaluate_every}, but there is no evaluation dataset; define evaluation_dataset() in the script"
+        msg = (
+            f"evaluate_every is {spec.evaluate_every}, but there is no evaluation dataset; define "
+            "evaluation_dataset() in the script"
+        )
         raise ValueError(msg)
     if spec.checkpoint_kind == "independent":
         msg = (
-            f"evaluate_every is {spec.evaluate_every} and checkpoint_kind independent: what is evaluated is one version of all "
+            f"evaluate_every is {spec.evaluate_every} and checkpoint_kind independent: what is "
+            "evaluated is one version of all "
             "parameters, which only coordinated checkpoints hold; leave out one of both"
         )
         raise ValueError(msg)
@@ -446,16 +515,23 @@ def _check_start_values(spec: JobSettings) -> None:
     for name, value in (("init_optimizer", spec.init_optimizer), ("init_partial", spec.init_partial)):
         if value and spec.init_from is None:
             held = "that state" if name == "init_optimizer" else "the values"
-            msg = f"{name} is set, but there is no init_from, whose file holds {held}; give it, or leave {name} out"
+            msg = (
+                f"{name} is set, but there is no init_from, whose file holds {held}; give it, or leave "
+                f"{name} out"
+            )
             raise ValueError(msg)
     if not spec.init_optimizer or spec.init_from is None:
         return
     if spec.init_partial:
-        msg = "init_optimizer and init_partial are both set: the state of an optimizer fits only a whole model; leave one of them out"
+        msg = (
+            "init_optimizer and init_partial are both set: the state of an optimizer fits only a whole "
+            "model; leave one of them out"
+        )
         raise ValueError(msg)
     if spec.init_from.endswith(".safetensors"):
         msg = (
-            f"init_optimizer is set, and {spec.init_from} holds parameters alone; give a job (--init-from JOB[@STEP]), or a file "
+            f"init_optimizer is set, and {spec.init_from} holds parameters alone; give a job "
+            "(--init-from JOB[@STEP]), or a file "
             'of torch.save({"model": ..., "optimizer": ...})'
         )
         raise ValueError(msg)
@@ -465,8 +541,14 @@ def _check_rates(spec: JobSettings) -> None:
     """Raises ValueError for one of both settings of learning rates without the other."""
     scale, base = spec.lr_scale, spec.lr_base_batch_size
     if scale != "none" and base is None:
-        msg = f"lr_scale is {scale}, and lr_base_batch_size is not set; give the records of a step for which the script's learning rate was chosen"
+        msg = (
+            f"lr_scale is {scale}, and lr_base_batch_size is not set; give the records of a step for "
+            "which the script's learning rate was chosen"
+        )
         raise ValueError(msg)
     if scale == "none" and base is not None:
-        msg = f"lr_base_batch_size is {base}, and lr_scale is none, so no rate follows it; set lr_scale to linear or sqrt, or leave it out"
+        msg = (
+            f"lr_base_batch_size is {base}, and lr_scale is none, so no rate follows it; set lr_scale "
+            "to linear or sqrt, or leave it out"
+        )
         raise ValueError(msg)

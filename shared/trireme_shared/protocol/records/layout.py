@@ -1,6 +1,7 @@
 """What of a model lies on parameter servers: the flat vectors of its parameters, and its embedding tables.
 
-parameters --64-byte aligned--> flat vector of a segment --cut--> blocks --mod slot_count--> slots --slot map--> pserver
+parameters --64-byte aligned--> flat vector of a segment --cut--> blocks --mod slot_count--> slots --slot
+    map--> pserver
 ids of a table ----------------------------------- hash ---------------------------------> slots
 """
 
@@ -36,8 +37,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Segment(Record):
-    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind "buffer"). `parameters`: how many elements each
-    has, in order, if the bits of a step depend on that (see trireme_shared.serving.core.geometry)."""
+    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind
+    "buffer"). `parameters`: how many elements each has, in order, if the bits of a step depend on that (see
+    trireme_shared.serving.core.geometry)."""
 
     kind: str
     dtype: str
@@ -50,7 +52,8 @@ class Segment(Record):
         return self.elements * ELEMENT_BYTES[self.dtype]
 
     def travels_as(self, dtype: Transported) -> Narrow | None:
-        """The dtype its blocks are cast to if float32 parameters are sent as `dtype`; None: they are not cast.
+        """The dtype its blocks are cast to if float32 parameters are sent as `dtype`; None: they are not
+        cast.
 
         Buffers are never cast: they are few, and running statistics would lose small changes.
         """
@@ -58,7 +61,8 @@ class Segment(Record):
 
 
 class OptimizerSpec(Record):
-    """A class of trireme_shared.serving.optimizers.classes by name, with its constructor defaults and the options of each parameter group."""
+    """A class of trireme_shared.serving.optimizers.classes by name, with its constructor defaults and the
+    options of each parameter group."""
 
     name: str
     defaults: dict[str, Any]
@@ -66,8 +70,9 @@ class OptimizerSpec(Record):
 
 
 def schedule_factor(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> float:
-    """By how much a scheduler has changed the learning rate of the first parameter group. Options of all groups: those that the optimizer was made with,
-    and those of a step. 1 if the group has no learning rate, or began with 0."""
+    """By how much a scheduler has changed the learning rate of the first parameter group. Options of all
+    groups: those that the optimizer was made with, and those of a step. 1 if the group has no learning rate,
+    or began with 0."""
     before, after = (groups[0].get("lr") if groups else None for groups in (first, now))
     if not isinstance(before, int | float) or not isinstance(after, int | float) or not before:
         return 1.0
@@ -75,12 +80,14 @@ def schedule_factor(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[st
 
 
 class RowOptimizer(Record):
-    """How rows are stepped, as torch.optim steps rows of sparse gradients (FTRL: McMahan et al. 2013, "Ad Click Prediction", algorithm 1).
+    """How rows are stepped, as torch.optim steps rows of sparse gradients (FTRL: McMahan et al. 2013, "Ad
+    Click Prediction", algorithm 1).
 
-    `sgd`: no state. `adagrad`: one number a column, or, with `per_row`, one a row (it grows by the mean of the squares). `adam`: SparseAdam, without
-    weight decay. `ftrl`: with `l1`, `l2` and `beta`; its learning rate falls with the square root. `initial_accumulator_value`: of the sums of
-    squares of `adagrad` and `ftrl`. `follow_schedule`: the learning rate is multiplied by the factor by which a scheduler has changed that of the
-    first parameter group; not with `ftrl`."""
+    `sgd`: no state. `adagrad`: one number a column, or, with `per_row`, one a row (it grows by the mean of
+    the squares). `adam`: SparseAdam, without weight decay. `ftrl`: with `l1`, `l2` and `beta`; its learning
+    rate falls with the square root. `initial_accumulator_value`: of the sums of squares of `adagrad` and
+    `ftrl`. `follow_schedule`: the learning rate is multiplied by the factor by which a scheduler has changed
+    that of the first parameter group; not with `ftrl`."""
 
     kind: Literal["sgd", "adagrad", "adam", "ftrl"]
     lr: Rate
@@ -96,7 +103,9 @@ class RowOptimizer(Record):
     @model_validator(mode="after")
     def _has_a_rate_to_change(self) -> Self:
         if self.follow_schedule and self.kind == "ftrl":
-            raise ValueError("ftrl rows cannot follow a schedule: their sums are of gradients at one learning rate")
+            raise ValueError(
+                "ftrl rows cannot follow a schedule: their sums are of gradients at one learning rate"
+            )
         if self.kind == "ftrl" and self.lr < SMALLEST_RATE:
             raise ValueError(f"ftrl divides by its learning rate, and lr is {self.lr}: give one above 0")
         return self
@@ -104,10 +113,13 @@ class RowOptimizer(Record):
     @model_validator(mode="after")
     def _never_divides_by_zero(self) -> Self:
         if self.kind == "adam" and self.eps < SMALLEST_EPS:
-            raise ValueError(f"adam divides by eps where a gradient is 0, and eps is {self.eps}: give one above 0")
+            raise ValueError(
+                f"adam divides by eps where a gradient is 0, and eps is {self.eps}: give one above 0"
+            )
         if self.kind == "adagrad" and max(self.eps, self.initial_accumulator_value) < SMALLEST_EPS:
             raise ValueError(
-                f"adagrad divides by eps where a gradient is 0, and eps is {self.eps}: give one above 0, or an initial_accumulator_value"
+                f"adagrad divides by eps where a gradient is 0, and eps is {self.eps}: give one "
+                "above 0, or an initial_accumulator_value"
             )
         return self
 
@@ -127,17 +139,18 @@ class RowOptimizer(Record):
 
 
 class RowInit(Record):
-    """Values of a row that appears: `constant` (all are `scale`), `uniform` in [-scale, scale), `normal` with standard deviation `scale`
-    (the sum of eight uniform numbers, so it never leaves 4.9 standard deviations, and every machine computes the same bits)."""
+    """Values of a row that appears: `constant` (all are `scale`), `uniform` in [-scale, scale), `normal` with
+    standard deviation `scale` (the sum of eight uniform numbers, so it never leaves 4.9 standard deviations,
+    and every machine computes the same bits)."""
 
     kind: Literal["constant", "uniform", "normal"]
     scale: Finite
 
 
 class TableSpec(Record):
-    """One table. `seed`: of the initial rows, see trireme_shared.tables.hashing.table_seed. `max_rows`: of all parameter servers together.
-    `admit_after`: so many minibatches must have had an id before it gets a row. `evict_after_steps`: a row that no step has changed for
-    longer is forgotten."""
+    """One table. `seed`: of the initial rows, see trireme_shared.tables.hashing.table_seed. `max_rows`: of
+    all parameter servers together. `admit_after`: so many minibatches must have had an id before it gets a
+    row. `evict_after_steps`: a row that no step has changed for longer is forgotten."""
 
     name: str
     dim: int = Field(ge=1, le=MOST_DIM)
@@ -152,7 +165,10 @@ class TableSpec(Record):
     @classmethod
     def _is_name(cls, value: str) -> str:
         if not TABLE_NAME.fullmatch(value):
-            msg = f"a table's name has up to 64 letters, digits and any of . _ -, and begins with one of the first three, got {value[:80]!r}"
+            msg = (
+                "a table's name has up to 64 letters, digits and any of . _ -, and begins with one of "
+                f"the first three, got {value[:80]!r}"
+            )
             raise ValueError(msg)
         return value
 
@@ -180,17 +196,19 @@ def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Constant(Record):
-    """A digest of values that no parameter server has, since each trainer's `model()` makes its own: a frozen parameter, or a buffer that is neither
-    floating-point nor int64. `name`: of the tensor, or of the first and the last of several."""
+    """A digest of values that no parameter server has, since each trainer's `model()` makes its own: a frozen
+    parameter, or a buffer that is neither floating-point nor int64. `name`: of the tensor, or of the first
+    and the last of several."""
 
     name: str
     digest: str
 
 
 class Layout(Record):
-    """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order. `device`: the kind
-    of device (cpu, cuda) of the trainer that initialised the parameters; "" if it is not known. `initial`: digest of the model's values
-    after `init_from` was loaded; "": none was. `tables`: embedding tables, in the order of their names. `values`: of a collective job, digest of all
+    """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in
+    order. `device`: the kind of device (cpu, cuda) of the trainer that initialised the parameters; "" if it
+    is not known. `initial`: digest of the model's values after `init_from` was loaded; "": none was.
+    `tables`: embedding tables, in the order of their names. `values`: of a collective job, digest of all
     values, and of the state of the optimizer, that it began with."""
 
     segments: tuple[Segment, ...]
@@ -202,7 +220,8 @@ class Layout(Record):
     initial: str = ""
     tables: tuple[TableSpec, ...] = Field(default=(), max_length=MOST_TABLES)
     values: str = ""
-    #: SHA-256 over what `digest` is made of, sorted: equal for models that differ in the order of their parts alone. "": not known.
+    #: SHA-256 over what `digest` is made of, sorted: equal for models that differ in the order of their parts
+    # alone. "": not known.
     unordered: str = ""
     #: What the trainers' own constants are, in the order of the model. None: not known.
     constants: tuple[Constant, ...] | None = Field(default=None, max_length=MOST_CONSTANTS)
@@ -219,7 +238,8 @@ class Layout(Record):
         return self.offsets[-1] + self.segments[-1].bytes if self.segments else 0
 
     def blocks(self) -> Iterator[Block]:
-        """All blocks, numbered from 0 through the segments in order; the last block of a segment may be shorter."""
+        """All blocks, numbered from 0 through the segments in order; the last block of a segment may be
+        shorter."""
         number = 0
         for index, segment in enumerate(self.segments):
             step = self.block_bytes // ELEMENT_BYTES[segment.dtype]

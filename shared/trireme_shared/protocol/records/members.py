@@ -12,8 +12,8 @@ from trireme_shared.protocol.records.record import Id, Message, Name, Record
 
 
 class MasterLock(Record):
-    """`lease`: a peer that has proved this process dead can revoke it. `network`: where a loopback address in `url` means this
-    process (shared/trireme_shared/platform/runtime/http.py)."""
+    """`lease`: a peer that has proved this process dead can revoke it. `network`: where a loopback address in
+    `url` means this process (shared/trireme_shared/platform/runtime/http.py)."""
 
     master: str
     url: str
@@ -29,9 +29,10 @@ class MasterAddress(Record):
 class Restored(Record):
     """A pserver's answer to a rollback: it serves `checkpoint` in `timeline`, or cannot (`error` says why).
 
-    `superseded`: the checkpoint is not kept any more, because a newer one became the latest before the rollback began; it is not
-    damaged. `rejoined`: the pserver came back alone, the others went on. `positions`: for each task that was open at the
-    checkpoint, the minibatches that all its `blocks` (rows count as one) have (-1: all). `damaged`: what is wrong with newer checkpoints."""
+    `superseded`: the checkpoint is not kept any more, because a newer one became the latest before the
+    rollback began; it is not damaged. `rejoined`: the pserver came back alone, the others went on.
+    `positions`: for each task that was open at the checkpoint, the minibatches that all its `blocks` (rows
+    count as one) have (-1: all). `damaged`: what is wrong with newer checkpoints."""
 
     timeline: int
     checkpoint: str
@@ -44,14 +45,16 @@ class Restored(Record):
 
 
 class PserverMember(Record):
-    """`uds`: path of the UNIX socket beside `url`, or empty. `lease`, `network`: see MasterLock. `restored`: its answer to the last
-    rollback it took part in; a pserver without one holds parameters only if its key is older than `layout`. `copied`: the last
-    paused checkpoint it has copied. `copying`: how many blocks it has copied of the one under way, written now and then during a
-    long copy, so that it is not taken for frozen. `draining`: it was told to leave and first wants a checkpoint of this version or later.
-    `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
-    used. `since`: the revision at which etcd first created the key, if this process had to create it again after its lease ran out.
-    `handed`: what it has handed over in the job's migration. `rows_bytes`: about so many bytes its rows of embedding tables would have on their way to
-    others. `leaving`: the last it says before it gives its key up, if it was told to leave."""
+    """`uds`: path of the UNIX socket beside `url`, or empty. `lease`, `network`: see MasterLock. `restored`:
+    its answer to the last rollback it took part in; a pserver without one holds parameters only if its key is
+    older than `layout`. `copied`: the last paused checkpoint it has copied. `copying`: how many blocks it has
+    copied of the one under way, written now and then during a long copy, so that it is not taken for frozen.
+    `draining`: it was told to leave and first wants a checkpoint of this version or later. `trouble`: why it
+    cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
+    used. `since`: the revision at which etcd first created the key, if this process had to create it again
+    after its lease ran out. `handed`: what it has handed over in the job's migration. `rows_bytes`: about so
+    many bytes its rows of embedding tables would have on their way to others. `leaving`: the last it says
+    before it gives its key up, if it was told to leave."""
 
     index: int
     url: str
@@ -92,10 +95,10 @@ class Exchange(Record):
 
 
 class Holding(Record):
-    """What a trainer of a collective job has: parameters and optimizer of `version` at the time it said so (it may be further by now), in
-    `timeline`, which began with `checkpoint` (see JobState). `error`: why it could not load that checkpoint; then it has nothing.
-    `superseded`: see Restored. `doubted`: the trainer's key was gone for a while, so others may have made versions since that it cannot get
-    any more."""
+    """What a trainer of a collective job has: parameters and optimizer of `version` at the time it said so
+    (it may be further by now), in `timeline`, which began with `checkpoint` (see JobState). `error`: why it
+    could not load that checkpoint; then it has nothing. `superseded`: see Restored. `doubted`: the trainer's
+    key was gone for a while, so others may have made versions since that it cannot get any more."""
 
     timeline: int
     checkpoint: str = ""
@@ -106,9 +109,9 @@ class Holding(Record):
 
 
 class TrainerMember(Record):
-    """`url` answers /healthz, which tells a dead trainer from a slow one. `lease`, `network`: see MasterLock. `paused`: see Paused.
-    `leaving`, `torn`, `trouble`, `waits`: see PserverMember. `exchange`, `holds`: of a collective job; a trainer without `holds` still fetches the
-    parameters."""
+    """`url` answers /healthz, which tells a dead trainer from a slow one. `lease`, `network`: see MasterLock.
+    `paused`: see Paused. `leaving`, `torn`, `trouble`, `waits`: see PserverMember. `exchange`, `holds`: of a
+    collective job; a trainer without `holds` still fetches the parameters."""
 
     trainer: str
     url: str
@@ -127,8 +130,8 @@ class TrainerMember(Record):
 
 
 class CommunicatorMember(Record):
-    """A process that calls a trireme.CollectiveCommunicator. `address`: host:port of the lifeline, whose refusal proves it dead. `lease`,
-    `network`: see MasterLock."""
+    """A process that calls a trireme.CollectiveCommunicator. `address`: host:port of the lifeline, whose
+    refusal proves it dead. `lease`, `network`: see MasterLock."""
 
     member: Id
     incarnation: Id

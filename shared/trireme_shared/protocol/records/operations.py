@@ -3,7 +3,8 @@
 RUNNING --> DONE | FAILED          `reason` says what it waits for, or how it ended
 
 A resize: PLANNED --members wanted--> STARTING --all registered--> MIGRATING --group by group--> COMMITTED
-                                        ^------- a member died -------'   `--> ROLLED_BACK | CANCELLED | FAILED
+                                        ^------- a member died -------'
+                                            `--> ROLLED_BACK | CANCELLED | FAILED
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ class ResizePhase(StrEnum):
 
 
 class Strategy(StrEnum):
-    """LIVE: slots move while the job trains. RESTART: a checkpoint, then all parameter servers load it by the new slot map."""
+    """LIVE: slots move while the job trains. RESTART: a checkpoint, then all parameter servers load it by the
+    new slot map."""
 
     LIVE = "live"
     RESTART = "restart"
 
 
 class Resize(Record):
-    """Other numbers of members. `groups`, `bytes` and `slots` are those of the whole resize as it was planned last, with what had moved
-    before."""
+    """Other numbers of members. `groups`, `bytes` and `slots` are those of the whole resize as it was planned
+    last, with what had moved before."""
 
     trainers: int
     pservers: int
@@ -63,24 +65,30 @@ class Resize(Record):
     before_pservers: int
     trainers_asked: bool = Field(
         default=False,
-        description="The resize asked for a number of trainers, perhaps the same one as before: a cluster had given the job as many as it could use.",
+        description="The resize asked for a number of trainers, perhaps the same one as before: a cluster "
+        "had given the job as many as it could use.",
     )
     strategy: Strategy = Strategy.LIVE
     phase: ResizePhase = Field(default=ResizePhase.PLANNED, description="How far the resize is.")
     attempt: int = Field(
         default=0,
-        description="How often the migration was planned: again after a member of it died, or the job went back to a checkpoint.",
+        description="How often the migration was planned: again after a member of it died, or the job went "
+        "back to a checkpoint.",
     )
     groups: int = 0
     groups_moved: int = Field(default=0, description="Number of groups that have moved.")
     slots: int = 0
     bytes: int = 0
     bytes_moved: int = Field(default=0, description="Bytes that were sent so far.")
-    bytes_before: int = Field(default=0, description="Those of bytes_moved that attempts sent which did not end.")
+    bytes_before: int = Field(
+        default=0, description="Those of bytes_moved that attempts sent which did not end."
+    )
     longest_pause_s: float = Field(
         default=0.0, description="How many seconds the pushes of a group had to wait at most."
     )
-    saving: str = Field(default="", description="Id of the operation that makes the checkpoint for it; empty: none.")
+    saving: str = Field(
+        default="", description="Id of the operation that makes the checkpoint for it; empty: none."
+    )
 
 
 class MovedBytes(Record):
@@ -101,11 +109,14 @@ class ResizePrediction(Record):
     slots: int = 0
     groups: int = 0
     bytes: int = 0
-    by_pserver: tuple[MovedBytes, ...] = Field(default=(), description="What each parameter server sends and receives.")
+    by_pserver: tuple[MovedBytes, ...] = Field(
+        default=(), description="What each parameter server sends and receives."
+    )
 
 
 class Operation(Record):
-    """What takes longer than a request: a checkpoint, a restore, a verification, a resize. A new master begins `limit_s` again."""
+    """What takes longer than a request: a checkpoint, a restore, a verification, a resize. A new master
+    begins `limit_s` again."""
 
     operation_id: str = Field(description="Id of the operation.")
     kind: OperationKind
@@ -119,10 +130,15 @@ class Operation(Record):
     timeline: int = 0
     after: str = Field(
         default="",
-        description="Id of the operation whose end this one waits for before its own checkpoint is requested; empty: none.",
+        description="Id of the operation whose end this one waits for before its own checkpoint is "
+        "requested; empty: none.",
     )
-    joined: str = Field(default="", description="Id of the operation whose checkpoint this one shares; empty: none.")
-    resize: Resize | None = Field(default=None, description="Numbers and progress of a resize; null: it is none.")
+    joined: str = Field(
+        default="", description="Id of the operation whose checkpoint this one shares; empty: none."
+    )
+    resize: Resize | None = Field(
+        default=None, description="Numbers and progress of a resize; null: it is none."
+    )
     limit_s: float
     create_time: str = ""
     end_time: str = ""
@@ -133,8 +149,9 @@ class Operation(Record):
 
 
 class KeptAnswer(Record):
-    """`key`: a digest of the Idempotency-Key. `asked`: a digest of what was asked for. `operation`: the operationId. `answer`: the body,
-    as JSON; empty while the request is carried out and its effect is not in etcd yet. `create_time`: when it came first."""
+    """`key`: a digest of the Idempotency-Key. `asked`: a digest of what was asked for. `operation`: the
+    operationId. `answer`: the body, as JSON; empty while the request is carried out and its effect is not in
+    etcd yet. `create_time`: when it came first."""
 
     key: str
     asked: str
@@ -144,7 +161,8 @@ class KeptAnswer(Record):
 
 
 class CheckpointRequest(Record):
-    """`job/checkpoint`: requests a checkpoint of a future version. The key is deleted once that checkpoint is the latest."""
+    """`job/checkpoint`: requests a checkpoint of a future version. The key is deleted once that checkpoint is
+    the latest."""
 
     operation: str
     attempt: int

@@ -13,9 +13,9 @@ from trireme_shared.protocol.records.record import Record
 
 
 class TaskMeta(Record):
-    """`digest`: of the file table; `tasks`: tasks of one epoch. `task_records`, `evaluation_task_records`: records of a task, so a table
-    that is lost is cut again as it was; 0: the job was begun by a version that had 16 minibatches. `balanced`: lanes get equal shares;
-    that version dealt the tasks as they came."""
+    """`digest`: of the file table; `tasks`: tasks of one epoch. `task_records`, `evaluation_task_records`:
+    records of a task, so a table that is lost is cut again as it was; 0: the job was begun by a version that
+    had 16 minibatches. `balanced`: lanes get equal shares; that version dealt the tasks as they came."""
 
     epoch: int
     digest: str
@@ -29,9 +29,10 @@ class TaskMeta(Record):
 
 
 class EpochPlan(Record):
-    """What an epoch of the job is made of; trainers tell the script. `records`: those of all tasks, without `left_out`, which drop_last
-    leaves out. `steps`: synchronous: updates of the model, the same number in each epoch; None: it differs by epoch, in a job that an earlier version
-    began. Asynchronous: pushes, if one trainer did all of them. Discarded tasks make fewer."""
+    """What an epoch of the job is made of; trainers tell the script. `records`: those of all tasks, without
+    `left_out`, which drop_last leaves out. `steps`: synchronous: updates of the model, the same number in
+    each epoch; None: it differs by epoch, in a job that an earlier version began. Asynchronous: pushes, if
+    one trainer did all of them. Discarded tasks make fewer."""
 
     records: int
     left_out: int = 0
@@ -49,8 +50,9 @@ class Attempt(Record):
 
 
 class PendingTask(Record):
-    """`remaining_s`: seconds to the deadline at the time of writing. `request`: the idempotency key that acquired the task.
-    `others`: earlier attempts that may still finish it, because it was late and was given twice."""
+    """`remaining_s`: seconds to the deadline at the time of writing. `request`: the idempotency key that
+    acquired the task. `others`: earlier attempts that may still finish it, because it was late and was given
+    twice."""
 
     attempt: int
     trainer: str
@@ -72,10 +74,13 @@ class PendingTask(Record):
 
     def find(self, attempt: int, trainer: str) -> Attempt | None:
         """The attempt of that number, if it is that trainer's and may still report."""
-        return next((each for each in self.attempts if (each.attempt, each.trainer) == (attempt, trainer)), None)
+        return next(
+            (each for each in self.attempts if (each.attempt, each.trainer) == (attempt, trainer)), None
+        )
 
     def without(self, lost: Collection[str]) -> PendingTask | None:
-        """Without the earlier attempts of these trainers; None if the newest is theirs: whatever came before it may have given up."""
+        """Without the earlier attempts of these trainers; None if the newest is theirs: whatever came before
+        it may have given up."""
         if self.trainer in lost:
             return None
         return self.with_fields(others=tuple(each for each in self.others if each.trainer not in lost))
@@ -103,10 +108,11 @@ Parts = tuple[float, ...]
 
 
 class EvaluationSums(Record):
-    """Sums over the finished evaluation tasks; written in the transaction that finishes a task, so each counts once.
+    """Sums over the finished evaluation tasks; written in the transaction that finishes a task, so each
+    counts once.
 
-    `parts`: numbers whose exact sum is that of the tasks' values, so `sums` has the same bits in whatever order tasks end; of sums that one
-    float cannot hold."""
+    `parts`: numbers whose exact sum is that of the tasks' values, so `sums` has the same bits in whatever
+    order tasks end; of sums that one float cannot hold."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
@@ -129,8 +135,8 @@ class ValidationSums(EvaluationSums):
 
 
 def exact_parts(parts: Parts, value: float) -> Parts:
-    """Numbers that do not overlap, with the exact sum of `parts` and `value`: as math.fsum does it (Shewchuk, "Adaptive Precision
-    Floating-Point Arithmetic"). A sum that is not finite is one number."""
+    """Numbers that do not overlap, with the exact sum of `parts` and `value`: as math.fsum does it (Shewchuk,
+    "Adaptive Precision Floating-Point Arithmetic"). A sum that is not finite is one number."""
     if not math.isfinite(value) or not all(map(math.isfinite, parts)):
         return (sum(parts, value),)
     found: list[float] = []
@@ -148,8 +154,8 @@ def total_of(parts: Parts) -> float:
 
 
 class Deaths(Record):
-    """Processes that died in a row at one place of a task: at a minibatch, or (-1) while its records were read. `trainers`: their ids, each
-    once; `cause`: how the last one died, for people."""
+    """Processes that died in a row at one place of a task: at a minibatch, or (-1) while its records were
+    read. `trainers`: their ids, each once; `cause`: how the last one died, for people."""
 
     epoch: int
     task_id: str
@@ -159,8 +165,9 @@ class Deaths(Record):
 
 
 class FailureCounts(Record):
-    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors. `deaths`: of each
-    task at which processes died, and that no trainer has completed since, the last place; the last ones."""
+    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors.
+    `deaths`: of each task at which processes died, and that no trainer has completed since, the last place;
+    the last ones."""
 
     total: int = 0
     seen: dict[str, int] = Field(default_factory=dict)

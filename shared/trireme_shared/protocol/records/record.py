@@ -1,4 +1,5 @@
-"""The base of every record that crosses REST, etcd or the data plane; texts in records, which are bounded as they enter."""
+"""The base of every record that crosses REST, etcd or the data plane; texts in records, which are bounded as
+they enter."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ class Record(BaseModel):
         return self.model_dump_json(exclude_none=not self.keeps_nulls).encode()
 
     def with_fields(self, **fields: Any) -> Self:
-        """Return a copy in which `fields` have these values. mypy checks their names and types (tests/tidy/typed_copies.py), so no
-        value is validated again."""
+        """Return a copy in which `fields` have these values. mypy checks their names and types
+        (tests/tidy/typed_copies.py), so no value is validated again."""
         return self.model_copy(update=fields)
 
 
 def shortened(text: str, limit: int) -> str:
-    """`text` if it has at most `limit` characters; else its beginning and its end, and how much is left out between them."""
+    """`text` if it has at most `limit` characters; else its beginning and its end, and how much is left out
+    between them."""
     if len(text) <= limit:
         return text
     half = (limit - 60) // 2

@@ -1,7 +1,8 @@
-"""What settings do to a job: which change nothing in it, because of its other settings (they are told, with both values), and which may change
-when the same job is run again. docs/again.md has the same table.
+"""What settings do to a job: which change nothing in it, because of its other settings (they are told, with
+both values), and which may change when the same job is run again. docs/again.md has the same table.
 
-FREE        members, limits, where parameters are stepped, when checkpoints are written: no bit depends on them
+FREE        members, limits, where parameters are stepped, when checkpoints are written: no bit depends on
+            them
 GROWS       epochs: there may be more of them
 FIXED       what is trained, or how: the steps that are done belong to the old value. Each with its reason
 """
@@ -16,7 +17,8 @@ from trireme_shared.protocol.records.job_spec import JobSettings, JobSpec
 
 
 class Idle(NamedTuple):
-    """These settings change nothing in jobs for which `when` holds. `why`: with the value of the other setting."""
+    """These settings change nothing in jobs for which `when` holds. `why`: with the value of the other
+    setting."""
 
     names: tuple[str, ...]
     when: Callable[[JobSettings], bool]
@@ -76,7 +78,9 @@ def without_effect(spec: JobSettings) -> list[str]:
             for name in idle.names:
                 value = getattr(spec, name)
                 if value is not None and value != fields[name].default:  # None: it is off
-                    told.setdefault(name, f"{name} is {value}, which changes nothing: {idle.why(spec)}; leave it out")
+                    told.setdefault(
+                        name, f"{name} is {value}, which changes nothing: {idle.why(spec)}; leave it out"
+                    )
     return list(told.values())
 
 
@@ -114,7 +118,8 @@ MEMBERS = ("trainers", "pservers", "sources")  # whoever leads next writes these
 
 
 def renewed(stored: JobSpec, wanted: JobSpec) -> JobSpec:
-    """`stored` with what may change as `wanted` has it; the numbers of members stay, and so does everything that is fixed."""
+    """`stored` with what may change as `wanted` has it; the numbers of members stay, and so does everything
+    that is fixed."""
     changes = {name: getattr(wanted, name) for name in FREE - set(MEMBERS)}
     if stored.strategy is not wanted.strategy:
         changes["pservers"] = wanted.pservers

@@ -1,7 +1,9 @@
-"""The state of training beside the parameters: positions of the lanes' readers, scheduler and optimizer options; and what a step gave:
-its loss and what the script logged, added up along the canonical tree over its lanes.
+"""The state of training beside the parameters: positions of the lanes' readers, scheduler and optimizer
+options; and what a step gave: its loss and what the script logged, added up along the canonical tree over its
+lanes.
 
-lane's minibatch ─► NodeResult, pushed with a node's first block ─► the tree, completed by each parameter server ─► StepResult
+lane's minibatch ─► NodeResult, pushed with a node's first block
+    ─► the tree, completed by each parameter server ─► StepResult
 
 The tree fixes the order of additions, as it does for gradients: who computed which lanes changes no bit.
 """
@@ -33,7 +35,8 @@ class LanePosition(Record):
 
 
 class CheckpointAsked(Record):
-    """A requested checkpoint (attempt `attempt` of the operation), due at `version`, decided by lane 0's owner in `generation`."""
+    """A requested checkpoint (attempt `attempt` of the operation), due at `version`, decided by lane 0's
+    owner in `generation`."""
 
     operation: str
     attempt: int
@@ -42,9 +45,10 @@ class CheckpointAsked(Record):
 
 
 class LaneZero(Record):
-    """State that lane 0 carries for all lanes. `options[g]`: numeric options (lr, betas, …) of optimizer group g in this step.
-    `scheduler`: state of the learning-rate scheduler after this step, with the options it set. `number`: of the step if nothing else tells it: in
-    asynchronous jobs, where it is the number of a push, or of an epoch with `schedule_per` epoch."""
+    """State that lane 0 carries for all lanes. `options[g]`: numeric options (lr, betas, …) of optimizer
+    group g in this step. `scheduler`: state of the learning-rate scheduler after this step, with the options
+    it set. `number`: of the step if nothing else tells it: in asynchronous jobs, where it is the number of a
+    push, or of an epoch with `schedule_per` epoch."""
 
     options: tuple[dict[str, Any], ...]
     scheduler: dict[str, Any] = Field(default_factory=dict)
@@ -63,7 +67,8 @@ Sums = tuple[float, float, float, float]
 
 
 class NodeResult(Record):
-    """Of some lanes of a step: loss x records, records, records left out because they were not finite, and what was logged."""
+    """Of some lanes of a step: loss x records, records, records left out because they were not finite, and
+    what was logged."""
 
     loss_sum: float = 0.0
     records: int = 0
@@ -72,7 +77,8 @@ class NodeResult(Record):
 
 
 class StepResult(NodeResult):
-    """Of all lanes of a step. `lr`: learning rate of each group in it. `grad_norm`: of its whole gradient, if that is known. What is not finite is left out."""
+    """Of all lanes of a step. `lr`: learning rate of each group in it. `grad_norm`: of its whole gradient, if
+    that is known. What is not finite is left out."""
 
     step: int
     epoch: int
@@ -81,9 +87,10 @@ class StepResult(NodeResult):
 
 
 class StepRecord(Record):
-    """What a version has beside its blocks: the readers' positions and lane 0's state after the step that made it. `grad_norm`: of
-    the gradient that made it, before it was clipped (None: the job does not clip). `result`: of that step, unless some of it did not
-    come. `results`: in checkpoints, of the steps before whose metrics may not be stored yet. `schedules`: of asynchronous jobs, see ScheduleStates."""
+    """What a version has beside its blocks: the readers' positions and lane 0's state after the step that
+    made it. `grad_norm`: of the gradient that made it, before it was clipped (None: the job does not clip).
+    `result`: of that step, unless some of it did not come. `results`: in checkpoints, of the steps before
+    whose metrics may not be stored yet. `schedules`: of asynchronous jobs, see ScheduleStates."""
 
     version: int
     positions: tuple[LanePosition, ...]

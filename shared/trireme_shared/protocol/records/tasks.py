@@ -1,5 +1,6 @@
-"""Messages between trainers and the dispatcher (a master, or the trainers themselves): requests for tasks, answers, reports; and what a
-trainer is at work on, as it stands in the file that outlives it (trireme_shared.platform.runtime.begun).
+"""Messages between trainers and the dispatcher (a master, or the trainers themselves): requests for tasks,
+answers, reports; and what a trainer is at work on, as it stands in the file that outlives it
+(trireme_shared.platform.runtime.begun).
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ class UserFailure(Record):
     error_type: Name = Field(description="Class of the exception.")
     message: Message = Field(description="Text of the exception; a long one is cut.")
     traceback: Traceback = Field(default="", description="Traceback of the exception; a long one is cut.")
-    task: Message = Field(default="", description="Where it happened, as text: `task 7 (file.parquet rows 0-511)`.")
+    task: Message = Field(
+        default="", description="Where it happened, as text: `task 7 (file.parquet rows 0-511)`."
+    )
     trainer: Name = ""
-    fatal: bool = Field(default=False, description="It ends the job at once, whatever failures the job may still have.")
+    fatal: bool = Field(
+        default=False, description="It ends the job at once, whatever failures the job may still have."
+    )
 
 
 class TaskKind(StrEnum):
-    """What is done with the records. EVALUATE: sums with the final parameters. EXPORT has no records: the model is written.
+    """What is done with the records. EVALUATE: sums with the final parameters. EXPORT has no records: the
+    model is written.
 
-    While the job trains: VALIDATE: sums with the parameters of a checkpoint. METRICS has no records: the script's `metrics(sums)`."""
+    While the job trains: VALIDATE: sums with the parameters of a checkpoint. METRICS has no records: the
+    script's `metrics(sums)`."""
 
     TRAIN = "TRAIN"
     EVALUATE = "EVALUATE"
@@ -44,11 +51,12 @@ class TaskKind(StrEnum):
 
 
 class Task(Record):
-    """One shard of work. `task_id`: "17" (TRAIN), "evaluate-3", "export-0", "validate-3", "metrics-0". `epoch`: of VALIDATE and
-    METRICS, the number of the evaluation.
+    """One shard of work. `task_id`: "17" (TRAIN), "evaluate-3", "export-0", "validate-3", "metrics-0".
+    `epoch`: of VALIDATE and METRICS, the number of the evaluation.
 
-    `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
-    this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
+    `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream`
+    (of `stream_length` tasks) in this epoch. `offset`: the byte at which record `first` starts, if the format
+    has lines.
     """
 
     task_id: str
@@ -64,52 +72,64 @@ class Task(Record):
     offset: int | None = None
     stamp: str = Field(
         default="",
-        description="What the file was when its records were counted: its size, and a digest of its content or its ETag; empty: that is not known.",
+        description="What the file was when its records were counted: its size, and a digest of its content "
+        "or its ETag; empty: that is not known.",
     )
     timeline: int = 0
     alone: bool = Field(
         default=False,
-        description="A process has died at this task: its records are to be read while the trainer computes nothing, so that it is known at "
+        description="A process has died at this task: its records are to be read while the trainer computes "
+        "nothing, so that it is known at "
         "what it dies if it dies again.",
     )
 
 
 class AcquireTask(Record):
-    """`stream`: a lane (sync training), or None for any task that is due. In sync mode `epoch` and `index` name the wanted task
-    of the lane; the request also states that every earlier task of that lane is committed, and that *all* lanes have
-    committed the epochs before `epoch`. `look`: only tell which task that is, if the lane's owner has it now (else `wait`); the
-    lane may be another trainer's, nothing is stated and nothing changes. `wait_s`: if there is no task now, the answer may
-    come so much later. `beside`: a task of the evaluation that runs while the job trains; `epoch` (0: none) is the number of the
-    evaluation that the trainer waits for. `stopped`: the positions of all lanes at the version `index`, at which training ends early."""
+    """`stream`: a lane (sync training), or None for any task that is due. In sync mode `epoch` and `index`
+    name the wanted task of the lane; the request also states that every earlier task of that lane is
+    committed, and that *all* lanes have committed the epochs before `epoch`. `look`: only tell which task
+    that is, if the lane's owner has it now (else `wait`); the lane may be another trainer's, nothing is
+    stated and nothing changes. `wait_s`: if there is no task now, the answer may come so much later.
+    `beside`: a task of the evaluation that runs while the job trains; `epoch` (0: none) is the number of the
+    evaluation that the trainer waits for. `stopped`: the positions of all lanes at the version `index`, at
+    which training ends early."""
 
     trainer: Id
     request: Id
     generation: Int64
-    stream: Int64 | None = Field(default=None, description="The lane whose task is wanted; null: any task that is due.")
+    stream: Int64 | None = Field(
+        default=None, description="The lane whose task is wanted; null: any task that is due."
+    )
     epoch: Int64 = 0
     index: Int64 = 0
     look: bool = Field(default=False, description="Only tell which task it is; nothing changes.")
     beside: bool = Field(
         default=False,
-        description="A task of the evaluation while the job trains; `epoch`: number of the evaluation that the trainer waits for, 0: none.",
+        description="A task of the evaluation while the job trains; `epoch`: number of the evaluation that "
+        "the trainer waits for, 0: none.",
     )
     stopped: tuple[LanePosition, ...] = Field(
         default=(),
         max_length=1024,
-        description="Positions of all lanes at the version `index`, at which training ends early; empty: it does not.",
+        description="Positions of all lanes at the version `index`, at which training ends early; empty: it "
+        "does not.",
     )
     wait_s: float = Field(
-        default=0.0, ge=0, le=30, description="If there is no task now, the answer may come so many seconds later."
+        default=0.0,
+        ge=0,
+        le=30,
+        description="If there is no task now, the answer may come so many seconds later.",
     )
 
 
 class TaskAnswer(Record):
-    """`task`: a task. `wait`: no task now, ask again after `retry_after_s`. `skip`: that task is discarded, ask for the next
-    index. `exhausted`: the lane has no task at that index in this epoch. `end`: training (stream given) or the whole job
-    (stream None) is over."""
+    """`task`: a task. `wait`: no task now, ask again after `retry_after_s`. `skip`: that task is discarded,
+    ask for the next index. `exhausted`: the lane has no task at that index in this epoch. `end`: training
+    (stream given) or the whole job (stream None) is over."""
 
     answer: Literal["task", "wait", "skip", "exhausted", "end"] = Field(
-        description="task: a task. wait: none now, ask again. skip: that task is discarded. exhausted: the lane has no such task. end: all done."
+        description="task: a task. wait: none now, ask again. skip: that task is discarded. exhausted: the "
+        "lane has no such task. end: all done."
     )
     reason: str = ""
     retry_after_s: float = Field(default=0.0, description="Ask again after so many seconds.")
@@ -118,15 +138,16 @@ class TaskAnswer(Record):
 
 
 class TaskProgress(Record):
-    """`epoch`, `timeline` (in all reports): those of the task, so that a late report is recognised as stale. `waits_for`: before the next minibatch.
-    A task is not late while one of `minibatches` and `work` grows."""
+    """`epoch`, `timeline` (in all reports): those of the task, so that a late report is recognised as stale.
+    `waits_for`: before the next minibatch. A task is not late while one of `minibatches` and `work` grows."""
 
     trainer: str
     attempt: Int64
     minibatches: Int64
     work: Int64 = Field(
         default=0,
-        description="What else the trainer has done for the task, in any unit: blocks of a checkpoint that are loaded, milliseconds of an export.",
+        description="What else the trainer has done for the task, in any unit: blocks of a checkpoint that "
+        "are loaded, milliseconds of an export.",
     )
     epoch: Int64 | None = None
     timeline: Int64 | None = None
@@ -138,21 +159,23 @@ class TaskProgress(Record):
 
 
 class TakeNext(Record):
-    """Take the next task of the shared stream together with the end of a task: one request, one transaction. As in AcquireTask,
-    a repeated `request` gets the same pending task, here and in acquireTask."""
+    """Take the next task of the shared stream together with the end of a task: one request, one transaction.
+    As in AcquireTask, a repeated `request` gets the same pending task, here and in acquireTask."""
 
     request: Id
     generation: Int64
 
 
 Skipped = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,3}$")], Annotated[int, Field(ge=0, le=1 << 40)]], Field(max_length=128)
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,3}$")], Annotated[int, Field(ge=0, le=1 << 40)]],
+    Field(max_length=128),
 ]
 """By index of a parameter server; as many as a job may have."""
 
 
 class BestEvaluation(Record):
-    """The evaluation with the best value of keep_best's metric so far. `checkpoint`: uuid of its parameters."""
+    """The evaluation with the best value of keep_best's metric so far. `checkpoint`: uuid of its
+    parameters."""
 
     number: int
     step: int
@@ -162,10 +185,12 @@ class BestEvaluation(Record):
 
 
 class CompleteTask(Record):
-    """`sums`: of an EVALUATE task, or the result of the user's `metrics(sums)` (EXPORT). `exports`: files by kind.
+    """`sums`: of an EVALUATE task, or the result of the user's `metrics(sums)` (EXPORT). `exports`: files by
+    kind.
 
-    Asynchronous: `generation` in which the task's first push was made; `skipped`: minibatches for each unreachable pserver.
-    `next`: also take another task. `best`: of an EXPORT task, the evaluation whose parameters were exported as the best ones."""
+    Asynchronous: `generation` in which the task's first push was made; `skipped`: minibatches for each
+    unreachable pserver. `next`: also take another task. `best`: of an EXPORT task, the evaluation whose
+    parameters were exported as the best ones."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
@@ -186,8 +211,8 @@ class CompleteTask(Record):
 
 
 class Completed(Record):
-    """`next`: the next task; null if none was requested or none is due now. acquireTask with the same `request` then says
-    why."""
+    """`next`: the next task; null if none was requested or none is due now. acquireTask with the same
+    `request` then says why."""
 
     next: Task | None = Field(default=None, description="Another task; null: none.")
 
@@ -202,7 +227,8 @@ class FailTask(Record):
     timeline: Int64 | None = None
     died_at: Int64 | None = Field(
         default=None,
-        description="The trainer's process has died while it computed this minibatch of the task, or (-1) read its records; its successor "
+        description="The trainer's process has died while it computed this minibatch of the task, or (-1) "
+        "read its records; its successor "
         "reports that. `attempt` does not matter then. After some deaths at one place the task is discarded.",
     )
 
@@ -222,8 +248,9 @@ LaneSeconds = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
 class TrainerProgress(Record):
-    """What a trainer of a masterless job writes about itself. `loss_sum` (of loss x records) and `records`: this trainer's share of
-    `epoch`. `step`: the last one reported. `lane_s`, `least_lane_s`: as in MetricBatch."""
+    """What a trainer of a masterless job writes about itself. `loss_sum` (of loss x records) and `records`:
+    this trainer's share of `epoch`. `step`: the last one reported. `lane_s`, `least_lane_s`: as in
+    MetricBatch."""
 
     trainer: str
     tasks: tuple[HeldTask, ...] = ()
@@ -239,7 +266,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class MetricValue(Record):
-    """What a script has reported of one metric: the sum of the values, how many there were, the smallest and the largest."""
+    """What a script has reported of one metric: the sum of the values, how many there were, the smallest and
+    the largest."""
 
     total: Finite
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -251,9 +279,10 @@ MetricValues = Annotated[dict[Annotated[str, Field(pattern=NAME)], MetricValue],
 
 
 class StepMetrics(Record):
-    """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records. `skipped`: records left out
-    because a loss or gradient was not finite. `timeline`: in which it was trained. `metrics`: what the script reported, by name.
-    `lr`: learning rate of each group, `grad_norm`: of the whole gradient, if this trainer knows them (synchronous: the owner of lane 0)."""
+    """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records. `skipped`:
+    records left out because a loss or gradient was not finite. `timeline`: in which it was trained.
+    `metrics`: what the script reported, by name. `lr`: learning rate of each group, `grad_norm`: of the whole
+    gradient, if this trainer knows them (synchronous: the owner of lane 0)."""
 
     step: Int64
     epoch: Int64
@@ -264,7 +293,8 @@ class StepMetrics(Record):
     metrics: MetricValues = Field(default_factory=dict)
     lr: Annotated[tuple[Finite, ...], Field(max_length=MOST_NAMES)] = Field(
         default=(),
-        description="Learning rate of each group of the optimizer in this step; empty: this trainer does not know them.",
+        description="Learning rate of each group of the optimizer in this step; empty: this trainer does not "
+        "know them.",
     )
     grad_norm: Finite | None = Field(
         default=None, description="Norm of the step's whole gradient, before it is clipped; null: not known."
@@ -275,8 +305,9 @@ Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class StepTimes(Record):
-    """Where a trainer's time went since its report before: `seconds` of steps, the last of them `step`, of which it computed, waited for
-    answers to its pushes, and for pulls. In synchronous mode a pull waits for the lanes of others, too."""
+    """Where a trainer's time went since its report before: `seconds` of steps, the last of them `step`, of
+    which it computed, waited for answers to its pushes, and for pulls. In synchronous mode a pull waits for
+    the lanes of others, too."""
 
     step: Int64
     timeline: Int64 = 0
@@ -295,17 +326,21 @@ class MetricBatch(Record):
     steps: tuple[StepMetrics, ...] = Field(description="The trainer's share of each step.")
     lane_s: LaneSeconds | None = Field(
         default=None,
-        description="Seconds that a lane's minibatch takes at this trainer; null: not known, or the job is asynchronous.",
+        description="Seconds that a lane's minibatch takes at this trainer; null: not known, or the job is "
+        "asynchronous.",
     )
     least_lane_s: LaneSeconds | None = Field(
         default=None,
-        description="A lane's minibatch takes at least so many seconds, which is all that lanes without records tell; null: not known.",
+        description="A lane's minibatch takes at least so many seconds, which is all that lanes without "
+        "records tell; null: not known.",
     )
     times: StepTimes | None = Field(
-        default=None, description="Where the time of its steps went since its report before; null: it ended none."
+        default=None,
+        description="Where the time of its steps went since its report before; null: it ended none.",
     )
     whole: bool = Field(
-        default=False, description="Synchronous: these are steps of all lanes, in order, told by the owner of lane 0."
+        default=False,
+        description="Synchronous: these are steps of all lanes, in order, told by the owner of lane 0.",
     )
     lost_before: Int64 | None = Field(
         default=None, description="The results of steps before this one are kept nowhere; null: none is lost."
@@ -314,7 +349,8 @@ class MetricBatch(Record):
     warnings: Annotated[
         tuple[Message, ...],
         Field(
-            max_length=MOST_WARNINGS, description="Sentences for the user; they become events of the job, each once."
+            max_length=MOST_WARNINGS,
+            description="Sentences for the user; they become events of the job, each once.",
         ),
     ] = ()
 

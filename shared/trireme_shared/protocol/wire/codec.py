@@ -4,11 +4,13 @@
 
     feed --> Opened(header) --> place(header, size) -> memory --> Filled(header, memory) ... --> Ended(header)
 
-The end map makes truncation visible. On an upgraded stream (shared/trireme_shared/serving/transport/stream.py) the same maps and blocks follow each other
-without end; their `id` says which request they belong to. There the headers of all steps are equal byte for byte, so the bytes
-before a payload are parsed and checked once and then recognised. The decoder does no I/O and never allocates memory for a
-payload: it calls `place` for memory once it knows a block's header and length, and checks all bounds before that. The decoder
-changes no state of a service, so a malformed frame cannot change any.
+The end map makes truncation visible. On an upgraded stream
+(shared/trireme_shared/serving/transport/stream.py) the same maps and blocks follow each other without end;
+their `id` says which request they belong to. There the headers of all steps are equal byte for byte, so the
+bytes before a payload are parsed and checked once and then recognised. The decoder does no I/O and never
+allocates memory for a payload: it calls `place` for memory once it knows a block's header and length, and
+checks all bounds before that. The decoder changes no state of a service, so a malformed frame cannot change
+any.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _PORTION_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one body: bytes of the first header, of a block's header or the end map, of a payload; number of blocks."""
+    """Bounds of one body: bytes of the first header, of a block's header or the end map, of a payload; number
+    of blocks."""
 
     payload_bytes: int
     blocks: int
@@ -120,7 +123,10 @@ def decode(body: bytes | bytearray | memoryview, limit: int = 4 << 20) -> Fields
     reader = _MapReader(limit)
     taken = reader.feed(memoryview(body))
     if reader.fields is None or taken != len(body):
-        msg = f"expected one msgpack map of {len(body)} bytes, found {'more after' if reader.fields else 'only a part of'} it"
+        msg = (
+            f"expected one msgpack map of {len(body)} bytes, found "
+            f"{'more after' if reader.fields else 'only a part of'} it"
+        )
         raise BadFrame(msg)
     return reader.fields
 
@@ -181,17 +187,23 @@ class _MapReader:
 
 
 class Decoder:
-    """Decodes one body. `feed` it bytes as they come, or read directly into `vacant` and call `advance`; call `finish` at the end.
+    """Decodes one body. `feed` it bytes as they come, or read directly into `vacant` and call `advance`; call
+    `finish` at the end.
 
-    `place(header, size)` returns writable memory of exactly `size` bytes for a block, or None to skip the block; it raises to
-    refuse the body. Without it each payload gets new memory. After an error the decoder refuses everything.
-    `endless`: maps and blocks in any order (`place` has to bound the number of blocks); each map is `Opened`.
-    `prepare` turns a block's header into the argument of `place`, or raises to refuse it. Its result may depend on the header
-    alone: it is remembered and used again for an equal header.
+    `place(header, size)` returns writable memory of exactly `size` bytes for a block, or None to skip the
+    block; it raises to refuse the body. Without it each payload gets new memory. After an error the decoder
+    refuses everything. `endless`: maps and blocks in any order (`place` has to bound the number of blocks);
+    each map is `Opened`. `prepare` turns a block's header into the argument of `place`, or raises to refuse
+    it. Its result may depend on the header alone: it is remembered and used again for an equal header.
     """
 
     def __init__(
-        self, limits: Limits, place: Place | None = None, *, endless: bool = False, prepare: Prepare | None = None
+        self,
+        limits: Limits,
+        place: Place | None = None,
+        *,
+        endless: bool = False,
+        prepare: Prepare | None = None,
     ) -> None:
         self.limits = limits  # may be changed between blocks: the header says what will come
         self._endless = endless
@@ -228,7 +240,8 @@ class Decoder:
         return self._payload[self._filled :] if self._state is _State.PAYLOAD else memoryview(b"")
 
     def advance(self, count: int) -> Filled | None:
-        """`count` bytes were written to the start of `vacant`. Returns the block if it is complete and not skipped."""
+        """`count` bytes were written to the start of `vacant`. Returns the block if it is complete and not
+        skipped."""
         if self._skip:
             self._skip -= count
             if not self._skip:
@@ -242,7 +255,8 @@ class Decoder:
         return event
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Event]:
-        """The events that `data` completes; consume them all before the next feed. Raises BadFrame, TooLarge, and errors of `place`."""
+        """The events that `data` completes; consume them all before the next feed. Raises BadFrame, TooLarge,
+        and errors of `place`."""
         view = memoryview(data).cast("B")
         try:
             while len(view):
@@ -263,7 +277,10 @@ class Decoder:
     def finish(self) -> None:
         """The body is over. Raises BadFrame if it is incomplete."""
         if self._state is not _State.ENDED:
-            msg = f"the body broke off after {self.blocks} blocks (in {self._state.name}), before its end map; send it again"
+            msg = (
+                f"the body broke off after {self.blocks} blocks (in {self._state.name}), before its "
+                "end map; send it again"
+            )
             raise BadFrame(msg)
 
     def _step(self, view: memoryview) -> tuple[int, Event | None]:
@@ -363,7 +380,8 @@ class Decoder:
             self.lengths.insert(0, len(beginning))
 
     def _recognised(self, view: memoryview) -> tuple[int, Filled | None]:
-        """No sequence of bytes before a payload is a prefix of another one, so equal bytes mean an equal header."""
+        """No sequence of bytes before a payload is a prefix of another one, so equal bytes mean an equal
+        header."""
         for length in self.lengths:
             known = self.known.get(bytes(view[:length]))
             if known is not None:

@@ -1,22 +1,28 @@
 """One block: its values, the values of the version before, the tree of its next step, and its optimizer.
 
-    version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped, version s + 1
-                                         `-> held, if the gradient is clipped --norm of the whole gradient--> stepped
+    version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped, version s
+        + 1
+                                         `-> held, if the gradient is clipped --norm of the whole gradient-->
+                                             stepped
 
 A buffer that a step leaves as it was keeps its memory too, and `changed` tells since when.
 
-A step writes into the buffer of the version before, if nobody reads that: a block has exactly two, so the headers that say
-where its values lie come again every second version and are recognised (trireme_shared.protocol.wire.codec).
+A step writes into the buffer of the version before, if nobody reads that: a block has exactly two, so the
+headers that say where its values lie come again every second version and are recognised
+(trireme_shared.protocol.wire.codec).
 
 Pull of version v: `current` or `previous`; above TOO_EARLY; below GONE.
 
-Accumulator is the canonical tree of one block: nodes over aligned intervals of lanes wait until [0, lanes) is whole.
+Accumulator is the canonical tree of one block: nodes over aligned intervals of lanes wait until [0, lanes) is
+whole.
 
     add([a, b)) --siblings combine upwards--> ... --> [0, lanes) --> Whole
 
-The tree fixes the order of arithmetic, whatever the order of arrival. The first contribution is kept (copied, if its memory may
-not be kept), later ones are combined with it. Two that may only be read are combined into memory of the tree, so neither is copied. A larger interval replaces the smaller ones inside it, which have the same bits.
-If gradients are sent in a narrower dtype, every node is rounded to it where it is computed (trireme_shared.blocks.buffers.round_to).
+The tree fixes the order of arithmetic, whatever the order of arrival. The first contribution is kept (copied,
+if its memory may not be kept), later ones are combined with it. Two that may only be read are combined into
+memory of the tree, so neither is copied. A larger interval replaces the smaller ones inside it, which have
+the same bits. If gradients are sent in a narrower dtype, every node is rounded to it where it is computed
+(trireme_shared.blocks.buffers.round_to).
 """
 
 from __future__ import annotations
@@ -54,8 +60,9 @@ class Node:
 
 
 class Accumulator:
-    """The nodes of one block's next step that wait for their siblings. `mean`: combines two of them, as trireme_shared.protocol.lanes.combine.
-    `keeps_root`: the root stays in the tree, in memory of its own, until `take_root`."""
+    """The nodes of one block's next step that wait for their siblings. `mean`: combines two of them, as
+    trireme_shared.protocol.lanes.combine. `keeps_root`: the root stays in the tree, in memory of its own,
+    until `take_root`."""
 
     def __init__(
         self,
@@ -97,12 +104,13 @@ class Accumulator:
         *,
         lent: bool = False,
     ) -> Node | None:
-        """Add a node that is not covered. Returns the root if this completes the tree (release it after use, unless it is kept),
-        else None.
+        """Add a node that is not covered. Returns the root if this completes the tree (release it after use,
+        unless it is kept), else None.
 
-        `value` is used during the call (until the root is released) and may be overwritten. `memory`: the buffer that is all
-        of `value`; it is retained if the node has to wait. `payload`: the dtype that it was sent in (None: its own).
-        `lent`: the value may only be read; the same holds for the root's if the root is `lent`. If it waits in `memory`, `keep` copies it.
+        `value` is used during the call (until the root is released) and may be overwritten. `memory`: the
+        buffer that is all of `value`; it is retained if the node has to wait. `payload`: the dtype that it
+        was sent in (None: its own). `lent`: the value may only be read; the same holds for the root's if the
+        root is `lent`. If it waits in `memory`, `keep` copies it.
         """
         if self.nodes:
             self._supersede(lanes)
@@ -141,7 +149,8 @@ class Accumulator:
                 self._own(node)
 
     def reuse(self, buffer: Buffer) -> None:
-        """Take over a reference: the next root shall be there, as far as it can, so that where it lies comes again."""
+        """Take over a reference: the next root shall be there, as far as it can, so that where it lies comes
+        again."""
         if self._spare is not None or buffer.references > 1 or not self._makes_roots:
             buffer.release()
         else:
@@ -221,9 +230,11 @@ class Accumulator:
 class BlockState:
     """Values change by swapping buffers, so a reader that retained one goes on reading the old values.
 
-    `changed`: the version that brought the current bits (asynchronous: see Store.changes). `frozen`: it is on its way to another
-    parameter server, so it takes no push and goes on answering pulls. `freeze_at`: the version that freezes it. `holds`: a whole
-    gradient waits for `settle`. `since`: the version that it was initialised or loaded at. `squares`: the sum of the squares of the last whole gradient, if that was held or `measured`."""
+    `changed`: the version that brought the current bits (asynchronous: see Store.changes). `frozen`: it is on
+    its way to another parameter server, so it takes no push and goes on answering pulls. `freeze_at`: the
+    version that freezes it. `holds`: a whole gradient waits for `settle`. `since`: the version that it was
+    initialised or loaded at. `squares`: the sum of the squares of the last whole gradient, if that was held
+    or `measured`."""
 
     def __init__(
         self,
@@ -260,12 +271,14 @@ class BlockState:
         return self._optimizer is None
 
     def is_empty_at(self, version: int | None) -> bool:  # noqa: ARG002
-        """Whether it has no values at `version`: only where blocks are of gradients, and the step had no data."""
+        """Whether it has no values at `version`: only where blocks are of gradients, and the step had no
+        data."""
         return False
 
     @property
     def narrows(self) -> bool:
-        """Whether it may be sent in a narrower dtype (see trireme_shared.protocol.records.layout.Segment.travels_as)."""
+        """Whether it may be sent in a narrower dtype (see
+        trireme_shared.protocol.records.layout.Segment.travels_as)."""
         return self._optimizer is not None and self.place.dtype == "float32"
 
     def push(
@@ -281,7 +294,8 @@ class BlockState:
         lent: bool = False,
         measured: bool = False,
     ) -> Verdict:
-        """Add a node to the tree of step `step`. `value` (None with count 0), `memory`, `payload`, `lent`: see Accumulator.add."""
+        """Add a node to the tree of step `step`. `value` (None with count 0), `memory`, `payload`, `lent`:
+        see Accumulator.add."""
         if self.version > step or (self.version == step and self.tree.covers(lanes)):
             return Verdict.DUPLICATE
         if self.version < step:
@@ -303,8 +317,8 @@ class BlockState:
         return self._holds and self.tree.root is not None
 
     def settle(self, factor: float | None, options: Options) -> None:
-        """Step it with the gradient that is held, multiplied by `factor` (one rounded operation for each number); None: without
-        any gradient."""
+        """Step it with the gradient that is held, multiplied by `factor` (one rounded operation for each
+        number); None: without any gradient."""
         whole = self.tree.take_root()
         if factor is None:
             whole.release()
@@ -349,8 +363,8 @@ class BlockState:
         return Verdict.TOO_EARLY if version > self.version else Verdict.GONE
 
     def update(self, value: torch.Tensor | None, options: Options) -> None:
-        """Asynchronous: apply a gradient at once; in place if nobody reads the values. A buffer takes over the value, or adds it
-        if it holds integers."""
+        """Asynchronous: apply a gradient at once; in place if nobody reads the values. A buffer takes over
+        the value, or adds it if it holds integers."""
         if value is not None and self._optimizer is not None and self.current.references == 1:
             self.current.forget_narrowed()
             self._optimizer.step(self.current.tensor, value, options)
@@ -363,7 +377,8 @@ class BlockState:
         self.version += 1
 
     def ahead_of(self, version: int) -> int:
-        """Asynchronous: by how many versions it is ahead of that one. Of a version from before it was loaded, which counted otherwise: by those since then."""
+        """Asynchronous: by how many versions it is ahead of that one. Of a version from before it was loaded,
+        which counted otherwise: by those since then."""
         return self.version - max(version, self.since)
 
     def takes(self, step: int | None) -> bool:
@@ -389,9 +404,11 @@ class BlockState:
         return self._optimizer is not None and self._optimizer.add_state(name, payload)
 
     def _stepped(self, value: torch.Tensor | None, options: Options) -> Buffer:
-        """The next values, in a buffer with a reference of its own; the current one if there is no data or, for a buffer, no
-        change."""
-        if value is None or (self._optimizer is None and torch.equal(bits_of(value), bits_of(self.current.tensor))):
+        """The next values, in a buffer with a reference of its own; the current one if there is no data or,
+        for a buffer, no change."""
+        if value is None or (
+            self._optimizer is None and torch.equal(bits_of(value), bits_of(self.current.tensor))
+        ):
             return self.current.retain()
         values = self._other_buffer()
         if self._optimizer is None:
@@ -402,7 +419,8 @@ class BlockState:
         return values
 
     def _other_buffer(self) -> Buffer:
-        """For the next values: that of the version before, which the step makes unavailable, or another one."""
+        """For the next values: that of the version before, which the step makes unavailable, or another
+        one."""
         if self.previous is not None and self.previous.references == 1:
             taken, self.previous = self.previous, None
             taken.forget_narrowed()
@@ -416,8 +434,12 @@ class BlockState:
 
 
 def add_state(blocks: Mapping[int, BlockState], number: int, name: str, payload: memoryview) -> None:
-    """Copy a tensor of the state that a block's optimizer starts with. Raises BadFrame if it is not one of those that it has."""
+    """Copy a tensor of the state that a block's optimizer starts with. Raises BadFrame if it is not one of
+    those that it has."""
     block = blocks.get(number)
     if block is None or not block.add_state(name, payload):
-        msg = f"state {name!r} of block {number}, {payload.nbytes} bytes: no such block, or its optimizer has no such state"
+        msg = (
+            f"state {name!r} of block {number}, {payload.nbytes} bytes: no such block, or its "
+            "optimizer has no such state"
+        )
         raise BadFrame(msg)

@@ -1,4 +1,5 @@
-"""Pushes and pulls in progress at one server of blocks, and what they need of that server. Nothing here waits.
+"""Pushes and pulls in progress at one server of blocks, and what they need of that server. Nothing here
+waits.
 
 OpenPush   apply(block, payload) ... --> answer()        OpenPull   next() --> block | end | None: nothing yet
 """
@@ -104,12 +105,17 @@ class CallServer(Protocol):
 
 
 class OpenPush:
-    """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`. `waiting`: rows of an asynchronous one that
-    are not applied yet, and blocks that wait for their siblings where the sender has them (`keep_some` copies those); `on_settled` is called when some are
+    """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as
+    `Store.admit`. `waiting`: rows of an asynchronous one that are not applied yet, and blocks that wait for
+    their siblings where the sender has them (`keep_some` copies those); `on_settled` is called when some are
     not any more."""
 
     def __init__(
-        self, server: CallServer, store: Store, header: PushHeader, on_settled: Callable[[], None] | None = None
+        self,
+        server: CallServer,
+        store: Store,
+        header: PushHeader,
+        on_settled: Callable[[], None] | None = None,
     ) -> None:
         self._server, self._store, self._header = server, store, header
         self._push = store.admit(header)
@@ -121,12 +127,15 @@ class OpenPush:
         self._on_settled = on_settled
 
     def __repr__(self) -> str:
-        return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
+        return (
+            f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
+        )
 
     def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
-        """The payload of a block is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
-        it; it is retained if the payload has to wait for others. A writable payload of rows without `memory` is kept: it is ours. A block that may only
-        be read stays as it is until nothing of the push is `waiting`."""
+        """The payload of a block is used during the call only; a writable one may be overwritten. `memory`:
+        the buffer that starts with it; it is retained if the payload has to wait for others. A writable
+        payload of rows without `memory` is kept: it is ours. A block that may only be read stays as it is
+        until nothing of the push is `waiting`."""
         view = memoryview(payload).cast("B")
         stale = self._server.is_stale(self._header.generation)
         lent = self._lent(item, view) if memory is None and not stale else None
@@ -167,7 +176,8 @@ class OpenPush:
         return bool(self._borrowed)
 
     def close(self) -> None:
-        """The sender is gone, or has its answer: what waits in its memory is copied, and nobody is told any more."""
+        """The sender is gone, or has its answer: what waits in its memory is copied, and nobody is told any
+        more."""
         self._on_settled = None  # it may hold who began this push, whose memory is given back at once
         self.keep_some(ALL_BYTES)
 
@@ -231,7 +241,8 @@ class OpenPush:
         return verdict
 
     def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict | None:
-        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push, which wait for their turn. The payload is kept."""
+        """Gradients of rows of the embedding tables: of a lane, or of an asynchronous push, which wait for
+        their turn. The payload is kept."""
         store, (lane, after) = self._store, item.lanes
         rows, step, on_arrival = store.rows, self._header.step, store.mode is Mode.ASYNC
         if rows is None or item.rows is None or after != lane + 1 or item.count < 0:
@@ -245,12 +256,16 @@ class OpenPush:
         if on_arrival:
             self._arrived(item, payload.nbytes, rows, ids, gradients)
             return None
-        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, self._server.index):
+        if not rows.are_by(item.slots, store.slots) or not rows.are_owned(
+            ids, store.slots, self._server.index
+        ):
             return Verdict.WRONG_OWNER
         verdict = rows.push(step, lane, ids, gradients, item.count)
         if verdict is Verdict.APPLIED and item.lanes not in self._push.noted:
             self._push.noted.add(item.lanes)
-            store.history.note(self._header, self._push.positions, item.lanes, self._push.results.get(item.lanes))
+            store.history.note(
+                self._header, self._push.positions, item.lanes, self._push.results.get(item.lanes)
+            )
         if rows.is_whole:
             self._server.row_steps.begin(store)
         return verdict
@@ -290,10 +305,16 @@ class OpenPush:
 
 
 class OpenPull:
-    """`arrived` is called when `next` has a block again, or the end, after it had none. Close it at the end."""
+    """`arrived` is called when `next` has a block again, or the end, after it had none. Close it at the
+    end."""
 
     def __init__(
-        self, server: CallServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+        self,
+        server: CallServer,
+        store: Store,
+        request: PullRequest,
+        deadline: float,
+        arrived: Callable[[], None],
     ) -> None:
         self.deadline, self.wake = deadline, arrived
         self._server, self._store = server, store
@@ -345,7 +366,8 @@ class OpenPull:
             if not isinstance(found, Buffer):
                 held = store.blocks[number].version
                 return PullEnd(
-                    code="GONE", message=f"block {number} is at version {held}, {wanted} was asked: join again"
+                    code="GONE",
+                    message=f"block {number} is at version {held}, {wanted} was asked: join again",
                 )
             version = store.blocks[number].version if wanted is None else wanted
             self._lowest = min(self._lowest, version)
@@ -367,7 +389,9 @@ class OpenPull:
                 return _moved(self._lost)
             return None if self._unheld else self._held_end()
         if store.rows is not None and not store.rows.are_by(self._slots, store.slots):
-            return PullEnd(code="WRONG_OWNER", message=f"slot map {self._slots} does not say whose rows are here")
+            return PullEnd(
+                code="WRONG_OWNER", message=f"slot map {self._slots} does not say whose rows are here"
+            )
         if store.do_rows_wait(wanted):
             if not store.settle_rows():
                 return self._held_end()
@@ -383,17 +407,21 @@ class OpenPull:
             code="OK",
             record=record,
             known=self._known,
-            squares=squares_at(store.blocks, self._blocks, version) if store.clipping.measures(version - 1) else (),
+            squares=squares_at(store.blocks, self._blocks, version)
+            if store.clipping.measures(version - 1)
+            else (),
             timeline=self._server.timeline,
             results=None if self._results_from is None else store.history.results.portion(self._results_from),
         )
 
     def _held_end(self) -> PullEnd:
         """All data of the missing blocks is there; or none is missing, and the rows' step waits."""
-        version = min((self._store.blocks[each].version for each in self._missing), default=-1)  # ROWS is an unheld one
+        # ROWS is an unheld one
+        version = min((self._store.blocks[each].version for each in self._missing), default=-1)
         return PullEnd(
             code="HELD",
-            message=f"{len(self._missing) or 'no'} blocks, and the record of the version, wait for the norm of the whole gradient",
+            message=f"{len(self._missing) or 'no'} blocks, and the record of the version, wait for the "
+            "norm of the whole gradient",
             known=self._known,
             squares=squares_at(self._store.blocks, sorted(self._missing), version),
             timeline=self._server.timeline,
@@ -454,7 +482,8 @@ class OpenPull:
         if (slowest := self._is_held_back()) is not None and self._bound is not None:
             name, behind = slowest
             message = (
-                f"{name} computes with parameters {behind} pushes old, and max_staleness is {self._bound.versions}"
+                f"{name} computes with parameters {behind} pushes old, and max_staleness is "
+                f"{self._bound.versions}"
             )
             return PullEnd(code="TOO_EARLY", message=message, known=self._known)
         if self._lost is not None:
@@ -464,7 +493,8 @@ class OpenPull:
         what = "rows of tables are" if number == ROWS else f"block {number} is"
         return PullEnd(
             code="TOO_EARLY",
-            message=f"{len(self._missing)} blocks have not reached version {self._version} ({what} at {held}): ask again",
+            message=f"{len(self._missing)} blocks have not reached version {self._version} ({what} at "
+            f"{held}): ask again",
             known=self._known,
         )
 

@@ -6,7 +6,14 @@ from bisect import bisect_right
 from itertools import accumulate
 
 from trireme_shared.protocol.errors import InvalidArgument, TooLarge
-from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, OptimizerSpec, Segment
+from trireme_shared.protocol.records.layout import (
+    ALIGNMENT_BYTES,
+    ELEMENT_BYTES,
+    Block,
+    Layout,
+    OptimizerSpec,
+    Segment,
+)
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS
 
 MAX_BLOCKS = 1 << 20
@@ -28,7 +35,8 @@ class Geometry:
         for index, segment in enumerate(layout.segments):
             if segment.kind not in KINDS or segment.dtype not in ELEMENT_BYTES or segment.elements < 1:
                 msg = (
-                    f"segment {index} is {segment.elements} elements of {segment.dtype!r}, kind {segment.kind!r}: expected "
+                    f"segment {index} is {segment.elements} elements of {segment.dtype!r}, kind "
+                    f"{segment.kind!r}: expected "
                     f"at least 1 of {', '.join(ELEMENT_BYTES)}, kind {' or '.join(KINDS)}"
                 )
                 raise InvalidArgument(msg)
@@ -40,7 +48,10 @@ class Geometry:
             step = layout.block_bytes // ELEMENT_BYTES[segment.dtype]
             self.blocks += -(-segment.elements // step)
         if self.blocks > MAX_BLOCKS:
-            msg = f"the layout has {self.blocks} blocks: at most {MAX_BLOCKS}; use larger blocks than {layout.block_bytes} bytes"
+            msg = (
+                f"the layout has {self.blocks} blocks: at most {MAX_BLOCKS}; use larger blocks than "
+                f"{layout.block_bytes} bytes"
+            )
             raise TooLarge(msg)
         self._parts = ParameterParts(layout)
 
@@ -98,7 +109,11 @@ class ParameterParts:
 
     def of(self, block: Block) -> Parts:
         """() if its steps do not depend on them."""
-        firsts, sizes, end = self._firsts[block.segment], self._sizes[block.segment], block.first + block.elements
+        firsts, sizes, end = (
+            self._firsts[block.segment],
+            self._sizes[block.segment],
+            block.first + block.elements,
+        )
         found = []
         for number in range(max(0, bisect_right(firsts, block.first) - 1), len(firsts)):
             if firsts[number] >= end:
@@ -110,7 +125,8 @@ class ParameterParts:
 
 
 def ends_of(parts: Parts, elements: int, element_bytes: int) -> Parts:
-    """What is left of the parameters in a block of so many elements behind their last 64 bytes, unless the block ends there too."""
+    """What is left of the parameters in a block of so many elements behind their last 64 bytes, unless the
+    block ends there too."""
     grain = ALIGNMENT_BYTES // element_bytes
     ends = (first + count for first, count in parts)
     return tuple((end - end % grain, end % grain) for end in ends if end % grain and end != elements)

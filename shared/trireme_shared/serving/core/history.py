@@ -1,10 +1,11 @@
-"""What a version consists of beside its blocks: each lane's reader position and lane 0's state, for the last few versions.
+"""What a version consists of beside its blocks: each lane's reader position and lane 0's state, for the last
+few versions.
 
 notes of step s (from push headers) --the first block completes step s--> StepRecord of version s + 1, fixed
 
-A lane's position says which records its data in the step comes from. All blocks must get data of the same records: `agrees`
-compares. A task may be discarded after some blocks got its data; the trainer that goes on with the next task claims the lane
-first, at all parameter servers.
+A lane's position says which records its data in the step comes from. All blocks must get data of the same
+records: `agrees` compares. A task may be discarded after some blocks got its data; the trainer that goes on
+with the next task claims the lane first, at all parameter servers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from trireme_shared.protocol.records.step import (
 from trireme_shared.protocol.wire.messages import HandedHistory, HandedNotes, PushHeader
 
 KEPT = 4
-MOST_RESULTS, MOST_VALUES = 1024, 16_384  # steps whose results are kept until they are stored, and numbers in them
+# steps whose results are kept until they are stored, and numbers in them
+MOST_RESULTS, MOST_VALUES = 1024, 16_384
 RESULTS_AT_ONCE, VALUES_AT_ONCE = 256, 512  # of an answer
 
 Positions = Mapping[int, LanePosition]
@@ -33,9 +35,9 @@ Positions = Mapping[int, LanePosition]
 
 @dataclass(slots=True)
 class Notes:
-    """By lane. `positions`: of the data that blocks have. `first`: the trainer that it came from first. `claimed`: of the only data
-    that blocks may get from now on. `grad_norm`: of the step's whole gradient, once it is known (jobs that clip).
-    `results`: by node of the tree."""
+    """By lane. `positions`: of the data that blocks have. `first`: the trainer that it came from first.
+    `claimed`: of the only data that blocks may get from now on. `grad_norm`: of the step's whole gradient,
+    once it is known (jobs that clip). `results`: by node of the tree."""
 
     positions: dict[int, LanePosition] = field(default_factory=dict)
     first: dict[int, str] = field(default_factory=dict)
@@ -89,7 +91,11 @@ class Results:
 
     def of(self, first: int, last: int | None = None) -> tuple[StepResult, ...]:
         """From step `first` on, before `last`."""
-        found = (result for step, result in self._by_step.items() if step >= first and (last is None or step < last))
+        found = (
+            result
+            for step, result in self._by_step.items()
+            if step >= first and (last is None or step < last)
+        )
         return tuple(sorted(found, key=lambda result: result.step))
 
     def portion(self, first: int) -> tuple[StepResult, ...]:
@@ -105,7 +111,8 @@ class Results:
 
 
 class History:
-    """The step records of the last versions, `kept` at most, and the notes of steps under way. `lanes`: of a step."""
+    """The step records of the last versions, `kept` at most, and the notes of steps under way. `lanes`: of a
+    step."""
 
     def __init__(self, first: StepRecord, lanes: int = 1) -> None:
         self.results = Results([*first.results, *((first.result,) if first.result is not None else ())])
@@ -118,9 +125,11 @@ class History:
     def __repr__(self) -> str:
         return f"<History of versions {sorted(self._records)}, notes of steps {sorted(self._notes)}>"
 
-    def note(self, header: PushHeader, positions: Positions, lanes: Interval, result: NodeResult | None = None) -> None:
-        """A block takes data of these lanes: the header's positions and lane 0's state hold for step `header.step` from now on, and so does
-        the lanes' result."""
+    def note(
+        self, header: PushHeader, positions: Positions, lanes: Interval, result: NodeResult | None = None
+    ) -> None:
+        """A block takes data of these lanes: the header's positions and lane 0's state hold for step
+        `header.step` from now on, and so does the lanes' result."""
         if header.step + 1 in self._records:
             return
         notes = self._notes.setdefault(header.step, Notes())
@@ -132,7 +141,8 @@ class History:
         notes.lane_zero = header.lane_zero or notes.lane_zero
 
     def first_from(self, trainer: str, step: int) -> tuple[int, ...]:
-        """The lanes of a step under way, or of one of the last few, whose data came from that trainer first."""
+        """The lanes of a step under way, or of one of the last few, whose data came from that trainer
+        first."""
         first = self._notes[step].first if step in self._notes else self._first.get(step, {})
         return tuple(sorted(lane for lane, name in first.items() if name == trainer))
 
@@ -148,8 +158,10 @@ class History:
         for lane, position in positions.items():
             if (other := held.get(lane, position)) != position:
                 return (
-                    f"blocks have data of lane {lane} in step {step} up to task {other.index} of its stream, record {other.offset}, "
-                    f"which was discarded since: it cannot be replaced by that up to task {position.index}, record {position.offset}"
+                    f"blocks have data of lane {lane} in step {step} up to task {other.index} of "
+                    f"its stream, record {other.offset}, "
+                    "which was discarded since: it cannot be replaced by that up to task "
+                    f"{position.index}, record {position.offset}"
                 )
         if step + 1 not in self._records:
             self._notes.setdefault(step, Notes()).claimed.update(positions)
@@ -218,7 +230,8 @@ class History:
             self._forget_oldest()
 
     def start_again(self, version: int) -> None:
-        """Forget the versions after `version`, and all data of their steps: they are made again, maybe of other records."""
+        """Forget the versions after `version`, and all data of their steps: they are made again, maybe of
+        other records."""
         self._records = {number: record for number, record in self._records.items() if number <= version}
         self._first = {step: first for step, first in self._first.items() if step < version}
         self._notes.clear()

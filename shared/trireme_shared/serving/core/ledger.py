@@ -1,9 +1,12 @@
-"""The ledger of asynchronous training: the next minibatch that each block expects of each open task, so each is applied once.
+"""The ledger of asynchronous training: the next minibatch that each block expects of each open task, so each
+is applied once.
 
-    open(next per block) --every block has every minibatch--> closed (one bit per task) --epoch is old--> counts only
+    open(next per block) --every block has every minibatch--> closed (one bit per task) --epoch is old-->
+        counts only
 
-Rows of embedding tables are like blocks, slot by slot. Slots that have had the same minibatches share a position behind those of the
-blocks: at first all of them; after slots came from several parameter servers, those that were even at that moment.
+Rows of embedding tables are like blocks, slot by slot. Slots that have had the same minibatches share a
+position behind those of the blocks: at first all of them; after slots came from several parameter servers,
+those that were even at that moment.
 
 A push of minibatches [start, end): start < next is a duplicate, start > next is too early, else it is due.
 A copy of it goes into each part of a checkpoint (`saved`) and comes back from any number of them (`loaded`).
@@ -40,7 +43,8 @@ class SavedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class SavedLedger:
-    """A ledger as a checkpoint keeps it (pserver_service/checkpoints/ledger_text.py writes and reads it). `old`: epochs with counts only. Positions are those of the blocks, then those of `slots`, see Ledger."""
+    """A ledger as a checkpoint keeps it (pserver_service/checkpoints/ledger_text.py writes and reads it).
+    `old`: epochs with counts only. Positions are those of the blocks, then those of `slots`, see Ledger."""
 
     epochs: Mapping[int, SavedEpoch]
     old: tuple[EpochLedger, ...] = ()
@@ -104,8 +108,8 @@ class EpochDetail:
 
 
 class Ledger:
-    """The ledger of one pserver. A block is named by its position among its blocks, 0 … blocks - 1. `slots`: bits of the slots whose rows are at position
-    blocks, blocks + 1, …"""
+    """The ledger of one pserver. A block is named by its position among its blocks, 0 … blocks - 1. `slots`:
+    bits of the slots whose rows are at position blocks, blocks + 1, …"""
 
     def __init__(self, blocks: int, slots: Sequence[int] = ()) -> None:
         self._blocks, self.slots = blocks, tuple(slots)
@@ -114,7 +118,10 @@ class Ledger:
         self._old: dict[int, EpochLedger] = {}
 
     def __repr__(self) -> str:
-        return f"<Ledger of {self._blocks} blocks, rows {len(self.slots)}: {[entry.model_dump() for entry in self.counts()]}>"
+        return (
+            f"<Ledger of {self._blocks} blocks, rows {len(self.slots)}: "
+            f"{[entry.model_dump() for entry in self.counts()]}>"
+        )
 
     @property
     def rows(self) -> range:
@@ -122,7 +129,8 @@ class Ledger:
         return range(self._blocks, self._positions)
 
     def judge(self, push: PushHeader, task: int, block: int) -> Verdict:
-        """Whether this push is due at this position. Changes only counts, attempts and the set of open tasks."""
+        """Whether this push is due at this position. Changes only counts, attempts and the set of open
+        tasks."""
         detail = self.detail_of(push.epoch)
         if detail is None:
             counts = self._old.get(push.epoch) or _counts_of(push.epoch, EpochDetail([]))
@@ -177,7 +185,10 @@ class Ledger:
         epochs = {
             epoch: SavedEpoch(
                 applied=tuple(detail.applied),
-                open={task: SavedTask(entry.minibatches, tuple(entry.next)) for task, entry in detail.open.items()},
+                open={
+                    task: SavedTask(entry.minibatches, tuple(entry.next))
+                    for task, entry in detail.open.items()
+                },
                 closed=dict(detail.closed),
                 duplicates=detail.duplicates,
             )
@@ -186,7 +197,8 @@ class Ledger:
         return SavedLedger(epochs, tuple(self._old[epoch] for epoch in sorted(self._old)), self.slots)
 
     def part(self, blocks: Sequence[int], slots: int = 0, *, stays: bool = False) -> SavedLedger:
-        """A copy for some of the blocks (their positions), and for the rows of some slots (bits). `stays`: counts of duplicates do not move."""
+        """A copy for some of the blocks (their positions), and for the rows of some slots (bits). `stays`:
+        counts of duplicates do not move."""
         saved, groups = self.saved(), [bits & slots for bits in self.slots]
         positions = [*blocks, *(place for place, bits in zip(self.rows, groups, strict=True) if bits)]
         epochs = {
@@ -206,23 +218,30 @@ class Ledger:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[SavedLedger, int]]) -> Ledger:
-        """The ledger of blocks and rows that come from several parameter servers: each part with its number of blocks. No slot is in two
-        parts."""
+        """The ledger of blocks and rows that come from several parameter servers: each part with its number
+        of blocks. No slot is in two parts."""
         return cls.loaded(
             [(saved, position) for saved, blocks in parts for position in range(blocks)],
-            [(saved, blocks + place, bits) for saved, blocks in parts for place, bits in enumerate(saved.slots)],
+            [
+                (saved, blocks + place, bits)
+                for saved, blocks in parts
+                for place, bits in enumerate(saved.slots)
+            ],
         )
 
     @classmethod
     def loaded(
         cls, blocks: Sequence[tuple[SavedLedger, int]], rows: Sequence[tuple[SavedLedger, int, int]] = ()
     ) -> Ledger:
-        """The ledger of these blocks, each given as (the part's ledger, its position there), and of the `rows` of these slots (bits, the third).
+        """The ledger of these blocks, each given as (the part's ledger, its position there), and of the
+        `rows` of these slots (bits, the third).
 
-        A task is closed if it is closed in all parts. An epoch that is old for one of them is over, so it is old for all. Attempts start at
-        0: the generation fences pushes from before the rollback.
+        A task is closed if it is closed in all parts. An epoch that is old for one of them is over, so it is
+        old for all. Attempts start at 0: the generation fences pushes from before the rollback.
         """
-        given = {id(saved): saved for saved in [*(each for each, _ in blocks), *(each for each, _, _ in rows)]}
+        given = {
+            id(saved): saved for saved in [*(each for each, _ in blocks), *(each for each, _, _ in rows)]
+        }
         over = {entry.epoch for saved in given.values() for entry in saved.old}
         aligned = {name: _without(saved, over) for name, saved in given.items()}
         blocks = [(aligned[id(saved)], position) for saved, position in blocks]
@@ -250,8 +269,9 @@ class Ledger:
         return tuple(sorted([*self._old.values(), *detailed], key=lambda entry: entry.epoch))
 
     def detail_of(self, epoch: int) -> EpochDetail | None:
-        """The epoch's detail, made if the epoch is new. None if only counts are left: the master starts an epoch when every
-        task of the epochs before is closed or discarded, so pushes of old epochs are late."""
+        """The epoch's detail, made if the epoch is new. None if only counts are left: the master starts an
+        epoch when every task of the epochs before is closed or discarded, so pushes of old epochs are
+        late."""
         detail = self._epochs.get(epoch)
         if detail is not None or epoch in self._old or (self._epochs and epoch < min(self._epochs)):
             return detail
@@ -287,7 +307,9 @@ def _counts_together(epoch: int, parts: Sequence[SavedLedger]) -> EpochLedger:
     )
 
 
-def _joined(epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[SavedLedger, int]]) -> EpochDetail:
+def _joined(
+    epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[SavedLedger, int]]
+) -> EpochDetail:
     """One epoch's detail from several parts."""
     nothing_known = SavedEpoch(applied=(), open={}, closed={}, duplicates=0)
     of = {id(part): part.epochs.get(epoch, nothing_known) for part in parts}
@@ -297,7 +319,9 @@ def _joined(epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[Sav
     everywhere = _intersection([saved.closed for saved in of.values()])
     detail.closed = {chunk: bits for chunk, bits in everywhere.items() if bits}
     detail.closed_count = sum(bits.bit_count() for bits in detail.closed.values())
-    for task in sorted({task for saved in of.values() for task in (*saved.open, *_tasks(saved.closed, everywhere))}):
+    for task in sorted(
+        {task for saved in of.values() for task in (*saved.open, *_tasks(saved.closed, everywhere))}
+    ):
         known = next((saved.open[task].minibatches for saved in of.values() if task in saved.open), 0)
         next_of = [_next(saved, position, task) for saved, position in mine]
         unfinished = sum(each < (known or _ALL) for each in next_of)
@@ -319,14 +343,19 @@ def _alike(rows: Sequence[tuple[SavedLedger, int, int]]) -> list[tuple[SavedLedg
 
 
 def _history(saved: SavedEpoch, position: int) -> tuple[object, ...]:
-    """What a position has had of an epoch, whether the tasks are closed already or wait for other positions."""
+    """What a position has had of an epoch, whether the tasks are closed already or wait for other
+    positions."""
     done, partly = dict(saved.closed), []
     for task, held in saved.open.items():
         if held.next[position] >= (held.minibatches or _ALL):
             done[task // _CHUNK] = done.get(task // _CHUNK, 0) | 1 << (task % _CHUNK)
         elif held.next[position]:
             partly.append((task, held.next[position]))
-    return saved.applied[position], tuple(sorted(partly)), tuple(sorted(entry for entry in done.items() if entry[1]))
+    return (
+        saved.applied[position],
+        tuple(sorted(partly)),
+        tuple(sorted(entry for entry in done.items() if entry[1])),
+    )
 
 
 def _next(saved: SavedEpoch, position: int, task: int) -> int:
@@ -361,7 +390,9 @@ def _without(saved: SavedLedger, over: set[int]) -> SavedLedger:
     old = {entry.epoch: entry for entry in saved.old}
     for epoch in saved.epochs.keys() & over:
         entry = saved.epochs[epoch]
-        detail = EpochDetail(list(entry.applied), closed_count=sum(bits.bit_count() for bits in entry.closed.values()))
+        detail = EpochDetail(
+            list(entry.applied), closed_count=sum(bits.bit_count() for bits in entry.closed.values())
+        )
         detail.duplicates = entry.duplicates
         old[epoch] = _counts_of(epoch, detail)
     kept = {epoch: entry for epoch, entry in saved.epochs.items() if epoch not in over}

@@ -1,15 +1,17 @@
-"""Slots that move from one parameter server (source) to another (target): blocks, with all that belongs to them, and rows of embedding
-tables (table/moving.py).
+"""Slots that move from one parameter server (source) to another (target): blocks, with all that belongs to
+them, and rows of embedding tables (table/moving.py).
 
-source   Leaving: what is coming --> values of this version while it serves --> next version: frozen --> values, optimizer's state,
+source   Leaving: what is coming --> values of this version while it serves --> next version: frozen -->
+    values, optimizer's state,
          ledger, history
-target   Arriving: memory reserved --> parts, kept apart --> whole --the slot map says so--> `adopt`: blocks of the store
+target   Arriving: memory reserved --> parts, kept apart --> whole --the slot map says so--> `adopt`: blocks
+    of the store
 source   the slot map says so --> `forget`;  or another migration was planned --> thawed, nothing has happened
 
-Synchronous: a block freezes at its next version, when nothing has been pushed for the step after it. So nothing accumulated has to
-move, and pushes for that step wait for the target while pulls of both versions are answered.
-Asynchronous: all rows are sent first, while pushes step them (LeavingOnArrival in table/moving.py). Then everything freezes at once, between two
-pushes, and its part of the ledger moves with it.
+Synchronous: a block freezes at its next version, when nothing has been pushed for the step after it. So
+nothing accumulated has to move, and pushes for that step wait for the target while pulls of both versions are
+answered. Asynchronous: all rows are sent first, while pushes step them (LeavingOnArrival in table/moving.py).
+Then everything freezes at once, between two pushes, and its part of the ledger moves with it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ TOUCHED_BYTES = 1 << 20  # written at once to new memory: a few milliseconds
 
 
 class LeavingBlocks:
-    """Some blocks of a store, and the `rows` of their slots, if the model has tables. `thaw` or `release` it at the end."""
+    """Some blocks of a store, and the `rows` of their slots, if the model has tables. `thaw` or `release` it
+    at the end."""
 
     def __init__(self, store: Store, numbers: Collection[int], rows: LeavingRows | None = None) -> None:
         self._store, self._rows = store, rows
@@ -52,8 +55,9 @@ class LeavingBlocks:
 
     @property
     def even(self) -> bool:
-        """Synchronous: whether all of it is at one version, so that it freezes in the same step if it begins now. In the middle of a step they are at
-        two, and those that have made it would freeze a whole step later than the others."""
+        """Synchronous: whether all of it is at one version, so that it freezes in the same step if it begins
+        now. In the middle of a step they are at two, and those that have made it would freeze a whole step
+        later than the others."""
         versions = {state.version for state in self._blocks}
         if self._rows is not None:
             versions.add(self._rows.version)
@@ -69,7 +73,8 @@ class LeavingBlocks:
         return any(state.frozen for state in self._blocks) or (self._rows is not None and self._rows.frozen)
 
     def coming(self) -> tuple[HandoffPart, ...]:
-        """What will be sent, as far as it is known; one part for each piece of memory. Rows find theirs as they come, before any of them freezes."""
+        """What will be sent, as far as it is known; one part for each piece of memory. Rows find theirs as
+        they come, before any of them freezes."""
         values = 1 if self._store.mode is Mode.ASYNC else 2
         parts = []
         for state in self._blocks:
@@ -94,21 +99,23 @@ class LeavingBlocks:
             self._rows.freeze()
 
     def freeze_idle(self) -> None:
-        """No step is made: all of it freezes as it is. If a step is under way, it freezes when that is whole, all of it: pushes to the first would
-        wait for the last."""
+        """No step is made: all of it freezes as it is. If a step is under way, it freezes when that is whole,
+        all of it: pushes to the first would wait for the last."""
         idle = self._rows is None or self._rows.idle
         if idle and self.even and not any(state.tree.nodes for state in self._blocks):
             self.freeze()
 
     def early(self) -> Parts:
-        """What the target will need and may be sent before it is frozen: the values that the next version's `previous` will be, and all rows."""
+        """What the target will need and may be sent before it is frozen: the values that the next version's
+        `previous` will be, and all rows."""
         for number, (version, values) in self._early.items():
             yield HandoffPart(block=number, version=version, dtype=values.dtype), values.view
         if self._rows is not None:
             yield from self._rows.early()
 
     def rest(self) -> Parts:
-        """Once it is frozen: values, the version before if it was not sent early, the optimizer's state, and the rows that changed."""
+        """Once it is frozen: values, the version before if it was not sent early, the optimizer's state, and
+        the rows that changed."""
         for state in self._blocks:
             number = state.place.number
             known = self._early[number][0] if number in self._early else None
@@ -116,7 +123,10 @@ class LeavingBlocks:
                 before = HandoffPart(block=number, version=state.version - 1, dtype=state.place.dtype)
                 yield before, state.previous.view
             if known != state.version:
-                yield HandoffPart(block=number, version=state.version, dtype=state.place.dtype), state.current.view
+                yield (
+                    HandoffPart(block=number, version=state.version, dtype=state.place.dtype),
+                    state.current.view,
+                )
             for name, tensor in state.optimizer_state().items():
                 yield _part_of_state(number, name, tensor), bytes_of(tensor.reshape(-1))
         if self._rows is not None:
@@ -124,7 +134,9 @@ class LeavingBlocks:
 
     def described(self) -> tuple[MovedBlock, ...]:
         return tuple(
-            MovedBlock(block=state.place.number, version=state.version, updates=state.updates, since=state.since)
+            MovedBlock(
+                block=state.place.number, version=state.version, updates=state.updates, since=state.since
+            )
             for state in self._blocks
         )
 
@@ -162,7 +174,8 @@ def _part_of_state(number: int, name: str, tensor: torch.Tensor) -> HandoffPart:
 
 @dataclass(slots=True)
 class _Arrived:
-    """A block's parts. `values`: by version. `vacant`, `vacant_state`: memory for parts that have not come."""
+    """A block's parts. `values`: by version. `vacant`, `vacant_state`: memory for parts that have not
+    come."""
 
     values: dict[int, Buffer] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -183,11 +196,16 @@ class _Arrived:
 
 
 class ArrivingBlocks:
-    """The target's end: `reserve` memory, `take` the parts, `complete` them, `adopt` them into the store; or `release`. `places`:
-    the blocks that belong to the group; `slots`: its slots, and `rows` theirs, if the model has tables."""
+    """The target's end: `reserve` memory, `take` the parts, `complete` them, `adopt` them into the store; or
+    `release`. `places`: the blocks that belong to the group; `slots`: its slots, and `rows` theirs, if the
+    model has tables."""
 
     def __init__(
-        self, places: dict[int, Block], pool: BufferPool, rows: ArrivingRows | None = None, slots: Collection[int] = ()
+        self,
+        places: dict[int, Block],
+        pool: BufferPool,
+        rows: ArrivingRows | None = None,
+        slots: Collection[int] = (),
     ) -> None:
         self._places, self._pool, self.rows, self.slots = places, pool, rows, frozenset(slots)
         self._arrived = {number: _Arrived() for number in places}
@@ -204,8 +222,9 @@ class ArrivingBlocks:
         return frozenset(self._places)
 
     def reserve(self, coming: Collection[HandoffPart]) -> Generator[None]:
-        """Take memory for parts, if it is not there, and write to all of it: the first write to a page costs a multiple of a
-        copy, and has to be over before the parts freeze at the source. Yields after each TOUCHED_BYTES. Raises BadFrame."""
+        """Take memory for parts, if it is not there, and write to all of it: the first write to a page costs
+        a multiple of a copy, and has to be over before the parts freeze at the source. Yields after each
+        TOUCHED_BYTES. Raises BadFrame."""
         for part, count in Counter(coming).items():
             elements, size = self._elements(part), ELEMENT_BYTES[part.dtype]
             while self._lacks(part, count):
@@ -235,7 +254,8 @@ class ArrivingBlocks:
         return len(arrived.values) + len(arrived.vacant) < count
 
     def room_for(self, part: HandoffPart, size: int) -> Iterator[None]:
-        """Waits until there is memory for a part of `size` bytes, if it has rows; a millisecond between two values."""
+        """Waits until there is memory for a part of `size` bytes, if it has rows; a millisecond between two
+        values."""
         if part.block == ROWS and self.rows is not None and not self.whole:
             yield from self.rows.room_for(part, size)
 
@@ -247,7 +267,10 @@ class ArrivingBlocks:
             return
         elements = self._elements(part)
         if payload.nbytes != elements * ELEMENT_BYTES[part.dtype]:
-            msg = f"part {part.name!r} of block {part.block} has {payload.nbytes} bytes: expected {elements} of {part.dtype}"
+            msg = (
+                f"part {part.name!r} of block {part.block} has {payload.nbytes} bytes: expected "
+                f"{elements} of {part.dtype}"
+            )
             raise BadFrame(msg)
         if self.whole:
             return
@@ -279,7 +302,8 @@ class ArrivingBlocks:
         lacking = [each.block for each in blocks if each.version not in self._arrived[each.block].values]
         if {each.block for each in blocks} != self.numbers or lacking:
             msg = (
-                f"{len(blocks)} blocks of {len(self._places)} are said to be whole; values are missing of {lacking[:4]}"
+                f"{len(blocks)} blocks of {len(self._places)} are said to be whole; values are missing "
+                f"of {lacking[:4]}"
             )
             raise BadFrame(msg)
         if self.rows is not None and self.rows.on_arrival and sum(ledger.slots) != bits_of(self.slots):

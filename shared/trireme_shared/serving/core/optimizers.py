@@ -1,20 +1,21 @@
 """Optimizers on blocks: the user's optimizer, built from data, with its own state for each block.
 
-Only element-wise classes are allowed. So stepping blocks gives the same bits as stepping whole parameters, and where the last few
-numbers of a parameter are rounded otherwise than the rest, ByParameter steps its end by itself:
+Only element-wise classes are allowed. So stepping blocks gives the same bits as stepping whole parameters,
+and where the last few numbers of a parameter are rounded otherwise than the rest, ByParameter steps its end
+by itself:
 
     block    | a parameter ... end | pad | a parameter ... end | pad | another one's begin ...
     step       all of it as one vector: right, but for the ends inside it
     ends       taken out before, stepped number by number, put back
 
-A kernel computes 64 bytes at a time, and what is left at the end of a tensor number by number, which rounds otherwise. So the
-block has the bits of whole parameters, for little more than one step of a vector. The optimizer's state is one vector for the
-block, as elsewhere.
+A kernel computes 64 bytes at a time, and what is left at the end of a tensor number by number, which rounds
+otherwise. So the block has the bits of whole parameters, for little more than one step of a vector. The
+optimizer's state is one vector for the block, as elsewhere.
 
-Steps of common optimizers call torch's kernels directly (`direct_step`): the same bits as torch.optim's step, without its hundred
-lines of Python for each block and, where the kernel can write elsewhere, without a copy of the values first. Kernels and their
-order are those of torch.optim.sgd and torch.optim.adam (single-tensor and fused, versions 2.6 to 2.15; before 2.7 AdamW was no
-Adam, and no option told them apart).
+Steps of common optimizers call torch's kernels directly (`direct_step`): the same bits as torch.optim's step,
+without its hundred lines of Python for each block and, where the kernel can write elsewhere, without a copy
+of the values first. Kernels and their order are those of torch.optim.sgd and torch.optim.adam (single-tensor
+and fused, versions 2.6 to 2.15; before 2.7 AdamW was no Adam, and no option told them apart).
 """
 
 from __future__ import annotations
@@ -40,23 +41,27 @@ from trireme_shared.serving.optimizers.classes import (
     no_whole_parameters,
 )
 
-# elements of 16-bit numbers that torch computes in one thread; where it would cut more of them depends on the number of threads
+# elements of 16-bit numbers that torch computes in one thread; where it would cut more of them depends on the
+# number of threads
 SERIAL = 511 * 64
 # the constructor fixes these; the rest may change with every step
 _FIXED = {"params", "foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}
-_OFF = {"capturable", "differentiable"}  # for CUDA graphs and for gradients of gradients: not needed on a pserver
+# for CUDA graphs and for gradients of gradients: not needed on a pserver
+_OFF = {"capturable", "differentiable"}
 Options = dict[str, Any]
 State = dict[str, torch.Tensor]
 DirectStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, State], None]
 Tensors = list[torch.Tensor]
 DirectSteps = Callable[[Tensors, Tensors, Mapping[str, Tensors]], None]
 _EXTRAS_OF_SGD = ("maximize", "fused")
-_EXTRAS_OF_FOREACH_SGD = ("maximize", "fused", "momentum", "weight_decay")  # foreach rounds some of them differently
+# foreach rounds some of them differently
+_EXTRAS_OF_FOREACH_SGD = ("maximize", "fused", "momentum", "weight_decay")
 _EXTRAS_OF_ADAM = ("amsgrad", "maximize", "foreach")
 
 
 def options_of(given: Options) -> Options:
-    """Options as torch wants them (lists become tuples). Raises InvalidArgument for anything but numbers, bools and None."""
+    """Options as torch wants them (lists become tuples). Raises InvalidArgument for anything but numbers,
+    bools and None."""
     return {name: _plain(name, value) for name, value in given.items()}
 
 
@@ -65,14 +70,18 @@ def _plain(name: str, value: Any) -> Any:
         return tuple(value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    msg = f"optimizer option {name}={value!r} is {type(value).__name__}: expected a number, a bool, None or a list of numbers"
+    msg = (
+        f"optimizer option {name}={value!r} is {type(value).__name__}: expected a number, a bool, None "
+        "or a list of numbers"
+    )
     raise InvalidArgument(msg)
 
 
 def arguments(spec: OptimizerSpec, group: int, dtype: str = "float32", *, whole: bool = False) -> Options:
-    """Constructor arguments of one parameter group, for parameters of `dtype`. `whole`: for whole parameters, not blocks. Raises InvalidArgument for
-    an unknown class or group. With 16-bit parameters and momentum the result of SGD's fused kernel depends on memory that nobody has written, in plain
-    PyTorch too: it becomes `foreach` there."""
+    """Constructor arguments of one parameter group, for parameters of `dtype`. `whole`: for whole parameters,
+    not blocks. Raises InvalidArgument for an unknown class or group. With 16-bit parameters and momentum the
+    result of SGD's fused kernel depends on memory that nobody has written, in plain PyTorch too: it becomes
+    `foreach` there."""
     cls: Any = (ALL_CLASSES if whole else CLASSES).get(spec.name)
     if cls is None and spec.name in OF_WHOLE_PARAMETERS:
         raise InvalidArgument(no_whole_parameters(spec.name), hint=f"use strategy collective, or {CHOICES}")
@@ -118,7 +127,9 @@ class BlockOptimizer:
             self._take(options)
         return self._direct is not None and has_state(self.torch_optimizer, self.state())
 
-    def step_into(self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
+    def step_into(
+        self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options
+    ) -> None:
         """`out` = `values` stepped with `gradient`, whose memory is scratch. `values` stay as they are."""
         if options != self._options:
             self._take(options)
@@ -131,7 +142,8 @@ class BlockOptimizer:
             self.step(out, gradient, options)
 
     def step(self, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
-        """Step `values` **in place** with `gradient`, whose memory is scratch. `options`: the group's in this step."""
+        """Step `values` **in place** with `gradient`, whose memory is scratch. `options`: the group's in this
+        step."""
         if options != self._options:
             self._take(options)
         self._parameter.data = values
@@ -183,7 +195,9 @@ def _unhooked(step: Any) -> Any:
 def block_optimizer(name: str, chosen: Options, values: torch.Tensor, parts: Parts) -> BlockOptimizer:
     """`parts`: see ParameterParts.of."""
     ends = ends_of(parts, values.numel(), values.element_size())
-    is_cut = bool(parts) and values.element_size() == 2 and values.numel() > SERIAL and not chosen.get("fused")
+    is_cut = (
+        bool(parts) and values.element_size() == 2 and values.numel() > SERIAL and not chosen.get("fused")
+    )
     if not ends and not is_cut:
         return BlockOptimizer(name, chosen, values)
     return ByParameter(name, chosen, values, ends, SERIAL if is_cut else values.numel())
@@ -199,7 +213,9 @@ class ByParameter(BlockOptimizer):
         self._ends = _Ends(name, chosen, values.dtype, ends) if ends else None
         super().__init__(name, chosen, values, self._parameters)
 
-    def step_into(self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
+    def step_into(
+        self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options
+    ) -> None:
         if not self.only_reads(options):
             out.copy_(values)
             self.step(out, gradient, options)
@@ -213,7 +229,9 @@ class ByParameter(BlockOptimizer):
                 self._direct(out, values, gradient, state)
             else:
                 for piece in self._pieces:
-                    own = {name: value[piece] if value.dim() else value.clone() for name, value in state.items()}
+                    own = {
+                        name: value[piece] if value.dim() else value.clone() for name, value in state.items()
+                    }
                     self._direct(out[piece], values[piece], gradient[piece], own)
                 for name in [name for name, value in state.items() if not value.dim()]:
                     state[name].copy_(own[name])
@@ -264,9 +282,11 @@ class ByParameter(BlockOptimizer):
 
 
 class _Ends(BlockOptimizer):
-    """The ends of parameters, one behind the other in memory of their own. `take` them before the block is stepped, `put` them back afterwards.
+    """The ends of parameters, one behind the other in memory of their own. `take` them before the block is
+    stepped, `put` them back afterwards.
 
-    A fused kernel gets a list of them. Other kernels go number by number through memory with gaps, so they get all ends as one tensor."""
+    A fused kernel gets a list of them. Other kernels go number by number through memory with gaps, so they
+    get all ends as one tensor."""
 
     def __init__(self, name: str, chosen: Options, dtype: torch.dtype, ends: Parts) -> None:
         self._numbers = torch.cat([torch.arange(first, first + count) for first, count in ends])
@@ -345,21 +365,25 @@ class _Ends(BlockOptimizer):
 
 
 def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
-    """A function of (out, values, gradient, state) for the options that the optimizer's only group has now; None: use
-    torch.optim. `out` becomes `values` stepped with `gradient`; these two stay as they are, `state` is changed in place."""
+    """A function of (out, values, gradient, state) for the options that the optimizer's only group has now;
+    None: use torch.optim. `out` becomes `values` stepped with `gradient`; these two stay as they are, `state`
+    is changed in place."""
     options = optimizer.param_groups[0]
     extras_of_sgd = _EXTRAS_OF_FOREACH_SGD if options.get("foreach") else _EXTRAS_OF_SGD
     match optimizer:
         case torch.optim.SGD() if not any(map(options.get, extras_of_sgd)):
             return partial(_sgd, options)
         case torch.optim.Adam() | torch.optim.AdamW() if not any(map(options.get, _EXTRAS_OF_ADAM)):
-            decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay", False)
+            decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get(
+                "decoupled_weight_decay", False
+            )
             return partial(_adam, options, decoupled)
     return None
 
 
 def direct_steps(optimizer: torch.optim.Optimizer) -> DirectSteps | None:
-    """The same for several tensors, stepped in place by one call of a fused kernel. All of them have made as many steps as the first one."""
+    """The same for several tensors, stepped in place by one call of a fused kernel. All of them have made as
+    many steps as the first one."""
     options, direct = optimizer.param_groups[0], direct_step(optimizer)
     if isinstance(direct, partial) and direct.func is _adam and options["fused"]:
         return partial(_fused_adam, *direct.args)
@@ -368,7 +392,9 @@ def direct_steps(optimizer: torch.optim.Optimizer) -> DirectSteps | None:
 
 def has_state(optimizer: torch.optim.Optimizer, state: State) -> bool:
     """Whether the state that a direct step needs exists: torch makes it in the first step."""
-    return bool(state) or (isinstance(optimizer, torch.optim.SGD) and not optimizer.param_groups[0]["momentum"])
+    return bool(state) or (
+        isinstance(optimizer, torch.optim.SGD) and not optimizer.param_groups[0]["momentum"]
+    )
 
 
 def _sgd(
@@ -393,7 +419,12 @@ def _adam(
     state: State,
 ) -> None:
     """The fused kernel rounds otherwise than the single operations, so each has its own arithmetic."""
-    rate, (beta1, beta2), decay, eps = options["lr"], options["betas"], options["weight_decay"], options["eps"]
+    rate, (beta1, beta2), decay, eps = (
+        options["lr"],
+        options["betas"],
+        options["weight_decay"],
+        options["eps"],
+    )
     mean, square, steps = state["exp_avg"], state["exp_avg_sq"], state["step"].add_(1)
     if options["fused"]:
         _fused(options, decoupled, [out.copy_(values)], [gradient], [mean], [square], steps)
@@ -411,9 +442,15 @@ def _adam(
 
 
 def _fused_adam(
-    options: Mapping[str, Any], decoupled: bool, values: Tensors, gradients: Tensors, state: Mapping[str, Tensors]
+    options: Mapping[str, Any],
+    decoupled: bool,
+    values: Tensors,
+    gradients: Tensors,
+    state: Mapping[str, Tensors],
 ) -> None:
-    _fused(options, decoupled, values, gradients, state["exp_avg"], state["exp_avg_sq"], state["step"][0].add_(1))
+    _fused(
+        options, decoupled, values, gradients, state["exp_avg"], state["exp_avg_sq"], state["step"][0].add_(1)
+    )
 
 
 def _fused(
@@ -429,4 +466,15 @@ def _fused(
     beta1, beta2 = options["betas"]
     numbers = {"lr": options["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": options["weight_decay"]}
     steps = [step] * len(values)
-    kernel(values, gradients, means, squares, [], steps, **numbers, eps=options["eps"], amsgrad=False, maximize=False)
+    kernel(
+        values,
+        gradients,
+        means,
+        squares,
+        [],
+        steps,
+        **numbers,
+        eps=options["eps"],
+        amsgrad=False,
+        maximize=False,
+    )

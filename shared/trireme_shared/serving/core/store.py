@@ -1,6 +1,6 @@
 """The state of one server of blocks: blocks, rows, records of steps. It decides about one block at a time and
-never waits (stores.py has both kinds, and how each takes pushes). Functions at the end say what a pull may ask
-for, what the puller has already, and which lanes the step under way lacks.
+never waits (stores.py has both kinds, and how each takes pushes). Functions at the end say what a pull may
+ask for, what the puller has already, and which lanes the step under way lacks.
 
 init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdict
                  ^ raises: the whole push is refused    ^ an error in one block refuses that block only
@@ -183,7 +183,9 @@ class Store:
         chosen = self._arguments[place.segment]
         optimizer = None
         if chosen is not None:
-            optimizer = block_optimizer(self.layout.optimizer.name, chosen, values.tensor, self.geometry.parts(place))
+            optimizer = block_optimizer(
+                self.layout.optimizer.name, chosen, values.tensor, self.geometry.parts(place)
+            )
             optimizer.load(dict(state))
         holds, first = self.clipping.holds, self._first_version
         block = BlockState(place, values, self.pool, self.lanes, optimizer, first, holds=holds)
@@ -212,7 +214,8 @@ class Store:
         return [*self.blocks, *[ROWS] * (self.rows is not None)]
 
     @property
-    def parts(self) -> int:  # that a push may name for each lane: by a newer slot map, there may be more than are here
+    # that a push may name for each lane: by a newer slot map, there may be more than are here
+    def parts(self) -> int:
         return self.geometry.blocks + (self.rows is not None)
 
     @property
@@ -233,7 +236,9 @@ class Store:
 
     def homes(self) -> dict[Any, None]:
         """The memories of the blocks' values that other processes can reach."""
-        return {state.current.home[0]: None for state in self.blocks.values() if state.current.home is not None}
+        return {
+            state.current.home[0]: None for state in self.blocks.values() if state.current.home is not None
+        }
 
     # ------------------------------------------------------------ pushes
 
@@ -246,7 +251,10 @@ class Store:
         options = None
         if header.lane_zero is not None:
             if len(header.lane_zero.options) != len(self.layout.optimizer.groups):
-                msg = f"options of {len(header.lane_zero.options)} groups: the optimizer has {len(self.layout.optimizer.groups)}"
+                msg = (
+                    f"options of {len(header.lane_zero.options)} groups: the optimizer has "
+                    f"{len(self.layout.optimizer.groups)}"
+                )
                 raise LayoutMismatch(msg)
             options = tuple(options_of(group) for group in header.lane_zero.options)
         return self.pushes.admit(header, options)
@@ -255,7 +263,9 @@ class Store:
         """Why no data of these lanes is taken; None: it may be."""
         return self.pushes.judge(push, lanes)
 
-    def apply(self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None) -> Verdict:
+    def apply(
+        self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None
+    ) -> Verdict:
         """Apply one block's gradient. `payload` is used during the call only; if it is writable, it may be
         overwritten. `memory`: the buffer that starts with it; it is retained if the gradient has to wait
         for others and has the block's kind."""
@@ -289,8 +299,14 @@ class Store:
         place = state.place
         if item.count < 0 or not _fits(state, item, size):
             also = " or, cast, bfloat16 or float16" if state.narrows else ""
-            return f"{size} bytes of {item.dtype or place.dtype}: expected {place.elements} elements of {place.dtype}{also}"
-        return f"{item.dtype or place.dtype} in lanes {item.lanes} of {self.lanes}: expected a node of the tree, and one dtype in a step"
+            return (
+                f"{size} bytes of {item.dtype or place.dtype}: expected {place.elements} elements of "
+                f"{place.dtype}{also}"
+            )
+        return (
+            f"{item.dtype or place.dtype} in lanes {item.lanes} of {self.lanes}: expected a node of "
+            "the tree, and one dtype in a step"
+        )
 
     def _taken(
         self,
@@ -327,7 +343,8 @@ class Store:
         """Of the values that a pull of `version` brings of a block."""
         return state.version if version is None else version
 
-    # ------------------------------------------------------------ what waits for the norm of a step's whole gradient
+    # ------------------------------------------------------------ what waits for the norm of a step's whole
+    # gradient
 
     def learn_norm(self, told: StepNorm | None, timeline: int) -> None:
         """For what is held in that step of `timeline`, the job's. Raises InvalidArgument."""
@@ -356,7 +373,8 @@ class Store:
         self.stepped(rows)
         return True
 
-    # ------------------------------------------------------------ trainers whose parameters may be old, and the ledger: see AsyncStore
+    # ------------------------------------------------------------ trainers whose parameters may be old, and
+    # the ledger: see AsyncStore
 
     def pushed(self, trainer: str, now: float, *, keeps: bool) -> bool:  # noqa: ARG002
         """A trainer's push is over; answers whether others may have waited for that. `keeps`: it goes on with
@@ -400,24 +418,34 @@ def missing_lanes(store: Store) -> tuple[Interval, ...]:
     waiting = {frozenset(state.tree.nodes) for state in store.collected if state.version == lowest}
     if store.rows is not None and store.rows.version == lowest:
         waiting.add(store.rows.lanes_there)
-    lacking = {lane for nodes in waiting for first, last in gaps(nodes, store.lanes) for lane in range(first, last)}
+    lacking = {
+        lane for nodes in waiting for first, last in gaps(nodes, store.lanes) for lane in range(first, last)
+    }
     return tuple(intervals(sorted(lacking)))
 
 
-def squares_at(blocks: Mapping[int, BlockState], numbers: Iterable[int], version: int) -> tuple[tuple[int, float], ...]:
+def squares_at(
+    blocks: Mapping[int, BlockState], numbers: Iterable[int], version: int
+) -> tuple[tuple[int, float], ...]:
     """The sums of squares of the gradients that are held at `version`, or that made it."""
     found = ((number, blocks[number]) for number in numbers)
-    return tuple((n, state.squares) for n, state in found if state.version == version and state.squares is not None)
+    return tuple(
+        (n, state.squares) for n, state in found if state.version == version and state.squares is not None
+    )
 
 
 def check_pull(store: Store, request: PullRequest, index: int) -> None:
     """Raises WrongOwner, InvalidArgument."""
     if store.rows is not None and 0 < request.slots < store.rows.since:
-        msg = f"slot map {request.slots} is old: the rows at pserver-{index} moved by {store.rows.since}; read the slot map again"
+        msg = (
+            f"slot map {request.slots} is old: the rows at pserver-{index} moved by "
+            f"{store.rows.since}; read the slot map again"
+        )
         raise WrongOwner(msg, slots=store.rows.since)
     if request.version is not None and store.mode is Mode.ASYNC:
         msg = (
-            f"version {request.version} was asked for in async mode, where blocks have no common version: ask for None"
+            f"version {request.version} was asked for in async mode, where blocks have no common "
+            "version: ask for None"
         )
         raise InvalidArgument(msg)
     wanted = set(request.blocks)
@@ -432,7 +460,8 @@ def check_pull(store: Store, request: PullRequest, index: int) -> None:
 
 
 def known_of(store: Store, version: int | None) -> str:
-    """A name for the values that a pull of `version` brings if it begins now; "" if blocks may be of several versions."""
+    """A name for the values that a pull of `version` brings if it begins now; "" if blocks may be of several
+    versions."""
     moment = store.moment(version)
     return "" if moment is None else f"{store.name}@{moment}"
 
@@ -444,8 +473,9 @@ def moment_of(store: Store, known: str | None) -> int | None:
 
 
 def is_same(store: Store, number: int, version: int | None, moment: int | None) -> bool:
-    """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at `moment` (None: there was none). Only
-    blocks of buffers are watched, and who has a newer version than it asks for gets everything. A block without any values is left out as well."""
+    """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at
+    `moment` (None: there was none). Only blocks of buffers are watched, and who has a newer version than it
+    asks for gets everything. A block without any values is left out as well."""
     state = store.blocks[number]
     if state.is_empty_at(version):
         return True

@@ -29,7 +29,14 @@ from trireme_shared.protocol.lanes import Interval, is_aligned
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import Block, Layout
 from trireme_shared.protocol.records.step import StepRecord
-from trireme_shared.protocol.wire.messages import EpochLedger, InitHeader, PushBlock, PushHeader, StepNorm, Verdict
+from trireme_shared.protocol.wire.messages import (
+    EpochLedger,
+    InitHeader,
+    PushBlock,
+    PushHeader,
+    StepNorm,
+    Verdict,
+)
 from trireme_shared.serving.core.asynchronous import ScheduleStates, slowed
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.history import History
@@ -197,7 +204,8 @@ def _task_number(header: PushHeader) -> int:
     task = int(header.task_id) if header.task_id.isascii() and header.task_id.isdigit() else -1
     if not 0 <= task < MAX_TASKS or not 0 <= header.start < header.end <= header.minibatches:
         msg = (
-            f"push of task {header.task_id[:40]!r}, minibatches [{header.start}, {header.end}) of {header.minibatches}: "
+            f"push of task {header.task_id[:40]!r}, minibatches [{header.start}, {header.end}) of "
+            f"{header.minibatches}: "
             "expected a task number and 0 <= start < end <= minibatches"
         )
         raise BadFrame(msg)
@@ -291,7 +299,11 @@ class SyncStore(Store):
         if rank is None:
             return False
         if self.snapshot is not None:
-            both = self.snapshot.whole and self._before is None and min(rank, self.snapshot.rank) >= EVALUATED_RANK
+            both = (
+                self.snapshot.whole
+                and self._before is None
+                and min(rank, self.snapshot.rank) >= EVALUATED_RANK
+            )
             self.skipped += not both
             if rank < self.snapshot.rank:
                 return False
@@ -317,10 +329,14 @@ class AsyncStore(Store):
 
     mode = Mode.ASYNC
 
-    def __init__(self, header: InitHeader, pool: BufferPool | None = None, rows: TableRows | None = None) -> None:
+    def __init__(
+        self, header: InitHeader, pool: BufferPool | None = None, rows: TableRows | None = None
+    ) -> None:
         super().__init__(header, 1, pool, rows or rows_of(header))
         self.schedules = ScheduleStates(header.record.schedules)
-        self.pushes = self._arrivals = ArrivalPushes(self.layout, self.schedules, self._positions, self._arguments)
+        self.pushes = self._arrivals = ArrivalPushes(
+            self.layout, self.schedules, self._positions, self._arguments
+        )
 
     @property
     def ledger(self) -> Ledger:

@@ -1,5 +1,5 @@
-"""The routes of the data plane: what a job needs once or seldom as plain requests, what every step needs on a stream. Nothing
-is decided here.
+"""The routes of the data plane: what a job needs once or seldom as plain requests, what every step needs on a
+stream. Nothing is decided here.
 
 GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, then pushes, pulls and lookups as frames (serving/transport/stream.py)
 
@@ -61,7 +61,9 @@ async def init(request: web.Request) -> web.Response:
     pserver = _parameter_server(request)
     body = Incoming(request.content, InitHeader, InitBlock, request.app[TIME_LIMITS])
     header = await body.open()
-    limits = codec.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_INIT_PARTS)
+    limits = codec.Limits(
+        payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_INIT_PARTS
+    )
     await pserver.init(header, body.blocks(limits))
     return _message(await pserver.info())
 
@@ -71,7 +73,12 @@ async def table(request: web.Request) -> web.Response:
     pserver = request.app[PSERVER]
     end, rows = portion(pserver, codec.read(TableRequest, await _body(request)))
     opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
-    parts = codec.encode(opening), codec.encode_block(LookupIds(), rows.nbytes), bytes(rows), codec.encode_end(end)
+    parts = (
+        codec.encode(opening),
+        codec.encode_block(LookupIds(), rows.nbytes),
+        bytes(rows),
+        codec.encode_end(end),
+    )
     return web.Response(body=b"".join(parts), content_type=codec.CONTENT_TYPE)
 
 
@@ -96,7 +103,8 @@ def _parameter_server(request: web.Request) -> Pserver:
     server = request.app[PSERVER]
     if not isinstance(server, Pserver):
         msg = (
-            f"{request.path} is answered by parameter servers only, and {server.name} is a trainer of a collective job"
+            f"{request.path} is answered by parameter servers only, and {server.name} is a trainer of "
+            "a collective job"
         )
         raise InvalidArgument(msg, hint="job and trainers have to agree on `strategy`")
     return server
@@ -112,13 +120,16 @@ async def _body(request: web.Request) -> codec.Fields:
     return codec.decode(await body.whole(MESSAGE_BYTES), MESSAGE_BYTES)
 
 
-# ---------------------------------------------------------------- bodies: frames come in with bounds and time limits, blocks go out from their own memory
+# ---------------------------------------------------------------- bodies: frames come in with bounds and time
+# limits, blocks go out from their own memory
 
 
 class Incoming(Generic[Header, Item]):
     """A request's body: `open()` returns its header, then `blocks()` yields the blocks."""
 
-    def __init__(self, content: StreamReader, header: type[Header], item: type[Item], time_limits: TimeLimits) -> None:
+    def __init__(
+        self, content: StreamReader, header: type[Header], item: type[Item], time_limits: TimeLimits
+    ) -> None:
         self._content = content
         self._header_kind, self._item_kind = header, item
         self._time_limits = time_limits
@@ -136,8 +147,8 @@ class Incoming(Generic[Header, Item]):
         return codec.read(self._header_kind, event.header)
 
     async def blocks(self, limits: codec.Limits) -> AsyncIterator[tuple[Item, memoryview]]:
-        """All blocks up to the end map. A payload is valid until the next is asked for. Raises BadFrame, TooLarge,
-        DeadlineExceeded; blocks yielded before were complete."""
+        """All blocks up to the end map. A payload is valid until the next is asked for. Raises BadFrame,
+        TooLarge, DeadlineExceeded; blocks yielded before were complete."""
         self._decoder.limits = limits
         async for event in self._events:
             if isinstance(event, codec.Filled):
@@ -178,7 +189,8 @@ class Incoming(Generic[Header, Item]):
 
 
 async def write_block(response: web.StreamResponse, prefix: bytes, payload: memoryview) -> None:
-    """Send one block. Its payload must stay as it is until the answer is over: the transport may still refer to it."""
+    """Send one block. Its payload must stay as it is until the answer is over: the transport may still refer
+    to it."""
     size = payload.nbytes
     if size <= SMALL_BYTES:
         await response.write(prefix + bytes(payload))

@@ -27,7 +27,8 @@ MOST_WAIT_S = 60.0
 
 
 class OpenLookup:
-    """`wake` is called when it is worth to ask for `answer` again. Close it at the end. Raises InvalidArgument, BadFrame, NotReady, LayoutMismatch."""
+    """`wake` is called when it is worth to ask for `answer` again. Close it at the end. Raises
+    InvalidArgument, BadFrame, NotReady, LayoutMismatch."""
 
     def __init__(
         self, pserver: BlockServer, request: LookupRequest, payload: memoryview, wake: Callable[[], None]
@@ -44,8 +45,8 @@ class OpenLookup:
         return f"<OpenLookup of version {self._request.version}: {sum(self._request.rows)} ids>"
 
     def answer(self, *, expired: bool = False) -> memoryview | LookupEnd | None:
-        """A payload of rows, or why there is none; None: not yet. `expired`: it has waited until its deadline, whatever the clock says: that of an event
-        loop may be a moment ahead."""
+        """A payload of rows, or why there is none; None: not yet. `expired`: it has waited until its
+        deadline, whatever the clock says: that of an event loop may be a moment ahead."""
         version, rows = self._request.version, self._rows
         if self._pserver.store is not self._store:
             return LookupEnd(code="NOT_READY", message="the job is being rolled back")
@@ -60,7 +61,8 @@ class OpenLookup:
             return None
         if found is not None:
             return LookupEnd(
-                code="GONE", message=f"the tables are at version {rows.version}, {version} was asked: join again"
+                code="GONE",
+                message=f"the tables are at version {rows.version}, {version} was asked: join again",
             )
         if not rows.are_owned(self._ids, self._store.slots, self._pserver.index):
             return LookupEnd(
@@ -92,7 +94,10 @@ def tables_in(store: Store) -> TableRows:
 def _check_version(store: Store, version: int | None) -> None:
     """Raises InvalidArgument."""
     if version is not None and store.mode is Mode.ASYNC:
-        msg = f"rows of version {version} were asked for in async mode, where rows have no common version: ask for None"
+        msg = (
+            f"rows of version {version} were asked for in async mode, where rows have no common "
+            "version: ask for None"
+        )
         raise InvalidArgument(msg)
 
 
@@ -105,14 +110,18 @@ def ids_bytes(pserver: BlockServer, request: LookupRequest) -> int:
 
 
 def portion(pserver: BlockServer, request: TableRequest) -> tuple[TableEnd, memoryview]:
-    """Some rows of a whole table. Raises NotReady, WrongOwner, Gone, InvalidArgument, BadFrame, LayoutMismatch."""
+    """Some rows of a whole table. Raises NotReady, WrongOwner, Gone, InvalidArgument, BadFrame,
+    LayoutMismatch."""
     pserver.check(request)
     if (answer := pserver.table_portion(request)) is not None:
         return answer
     store = pserver.loaded()
     rows = tables_in(store)
     if request.generation < pserver.timeline:
-        msg = f"the job was rolled back in generation {pserver.timeline}, this is of {request.generation}: join again"
+        msg = (
+            f"the job was rolled back in generation {pserver.timeline}, this is of "
+            f"{request.generation}: join again"
+        )
         raise NotReady(msg)
     pserver.check_map(store, request.slots)
     _check_version(store, request.version)
@@ -122,7 +131,8 @@ def portion(pserver: BlockServer, request: TableRequest) -> tuple[TableEnd, memo
         raise NotReady(msg)
     if version < rows.version:
         raise Gone(
-            f"the tables are at version {rows.version}, {version} was asked: whole tables are read at the newest"
+            f"the tables are at version {rows.version}, {version} was asked: whole tables are read "
+            "at the newest"
         )
     total = rows.rows_in_table(request.table)
     count, payload, following, part = rows.portion(request.table, request.first, request.part)
@@ -144,8 +154,8 @@ class _Lookup:
 
 @dataclass(slots=True)
 class StreamLookups:
-    """Those of one stream. For each either `refuse` is called or `send(number, rows or end)`, once, and only while `may_send()`: what was sent
-    may still lie in this process."""
+    """Those of one stream. For each either `refuse` is called or `send(number, rows or end)`, once, and only
+    while `may_send()`: what was sent may still lie in this process."""
 
     pserver: BlockServer
     send: Callable[[int, memoryview | LookupEnd], None]

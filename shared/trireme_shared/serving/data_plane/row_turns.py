@@ -4,7 +4,8 @@ synchronous    all data of a step is there ─► step, TURN_S of work a turn �
 asynchronous   rows of a push ─► wait for those before ─► the same ─► the push is answered
 slots dropped  the memory of their rows is given back, TURN_S of work a turn
 
-Neither begins while steps keep too much for snapshots (KeptRows in core/table/rows.py). One push at a time is being stepped; it ends although who sent it may be gone.
+Neither begins while steps keep too much for snapshots (KeptRows in core/table/rows.py). One push at a time is
+being stepped; it ends although who sent it may be gone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _Push = tuple[ArrivedRows, Generator[None, None, Verdict]]
 
 
 class RowTurns:
-    """The RowSteps (core/table/stepping.py) of one server, in an event loop. `turn_s`: seconds of work in one turn, TURN_S if None; at least one portion of a step."""
+    """The RowSteps (core/table/stepping.py) of one server, in an event loop. `turn_s`: seconds of work in one
+    turn, TURN_S if None; at least one portion of a step."""
 
     def __init__(self, server: RowsServer, turn_s: float | None = None) -> None:
         self._server, self._turn_s = server, turn_s
@@ -53,12 +55,14 @@ class RowTurns:
         asyncio.get_running_loop().call_soon(call, *arguments)
 
     def _may_step(self, rows: TableRows) -> bool:
-        if (most := self._server.snapshot_bytes) is not None:  # a job that is started again may have another one
+        # a job that is started again may have another one
+        if (most := self._server.snapshot_bytes) is not None:
             rows.kept.most_bytes = most
         return rows.kept.may_step(rows.snapshots, clock.monotonic())
 
     def give_back(self, rows: TableRows) -> None:
-        """The memory of slots that were dropped, whatever becomes of the store: a thread that reads a snapshot of it may wait."""
+        """The memory of slots that were dropped, whatever becomes of the store: a thread that reads a
+        snapshot of it may wait."""
         self.soon(self._give_back, rows.give_back())
 
     def _give_back(self, parts: Iterator[None]) -> None:
@@ -105,7 +109,10 @@ class RowTurns:
     def take(self, arrived: ArrivedRows) -> None:
         """It waits for its turn."""
         if self._waiting and self._waiting_bytes + arrived.bytes > WAITING_BYTES:
-            msg = f"{len(self._waiting)} pushes with {self._waiting_bytes} bytes of rows wait at pserver-{self._server.index}: push again"
+            msg = (
+                f"{len(self._waiting)} pushes with {self._waiting_bytes} bytes of rows wait at "
+                f"pserver-{self._server.index}: push again"
+            )
             self._server.rows_taken(arrived, NotReady(msg))
             return
         self._waiting.append(arrived)
@@ -113,7 +120,8 @@ class RowTurns:
         self._look()
 
     def between_pushes(self, call: Callable[[], None]) -> None:
-        """Calls it when no push is half applied: now, or when the one that is being stepped is whole, before the next."""
+        """Calls it when no push is half applied: now, or when the one that is being stepped is whole, before
+        the next."""
         if self._push is None:
             call()
         else:

@@ -1,11 +1,12 @@
-"""The HTTP server of one server of blocks, on TCP and, if configured, a UNIX socket: the routes of its data plane (http.py),
-health and metrics, and the middleware that says who may ask.
+"""The HTTP server of one server of blocks, on TCP and, if configured, a UNIX socket: the routes of its data
+plane (http.py), health and metrics, and the middleware that says who may ask.
 
 /healthz (the process serves), /readyz (it has parameters) ─► nobody is asked
 /metrics (Prometheus text) ─► viewer      everything else, streams too ─► member
 
-Members say which process they mean, by its incarnation: it is random, and they have it from the keys of their own job in
-their own cluster. So nobody's frames reach a process of another job, or one that has got the port of a dead one.
+Members say which process they mean, by its incarnation: it is random, and they have it from the keys of their
+own job in their own cluster. So nobody's frames reach a process of another job, or one that has got the port
+of a dead one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from trireme_shared.platform.runtime.http import MEANT, hide_implementation
 from trireme_shared.platform.security.access import CHALLENGE, Access
 from trireme_shared.platform.security.listening import Arrivals, listening
 from trireme_shared.platform.security.tokens import Role
-from trireme_shared.protocol.errors import AnotherProcess, BadFrame, CallerError, PeerError, TriremeError, Unauthorized
+from trireme_shared.protocol.errors import (
+    AnotherProcess,
+    BadFrame,
+    CallerError,
+    PeerError,
+    TriremeError,
+    Unauthorized,
+)
 from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.data_plane import http, stream
@@ -91,7 +99,8 @@ def make_app(
 async def serving(
     app: web.Application, host: str, port: int, uds: str = "", tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Listening]:
-    """Serve until the `with` block ends; the socket `uds` accepts our own user only, without `tls`. Raises CallerError if the port is taken."""
+    """Serve until the `with` block ends; the socket `uds` accepts our own user only, without `tls`. Raises
+    CallerError if the port is taken."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # so nothing is done for a peer that is gone
@@ -111,14 +120,17 @@ async def serving(
 
 
 def socket_path(uds: str, incarnation: str) -> str:
-    """The socket that TRIREME_UDS asks for. In a folder each incarnation has a name of its own, so a trainer never reaches a
-    successor of the process it means."""
+    """The socket that TRIREME_UDS asks for. In a folder each incarnation has a name of its own, so a trainer
+    never reaches a successor of the process it means."""
     return str(Path(uds) / f"{incarnation}.sock") if uds and Path(uds).is_dir() else uds
 
 
 def _bind_path(uds: str) -> socket.socket:
     if len(os.fsencode(uds)) > SOCKET_PATH_BYTES:
-        msg = f"the UNIX socket {uds} has a path of {len(os.fsencode(uds))} bytes, at most {SOCKET_PATH_BYTES} are possible; choose a shorter TRIREME_UDS"
+        msg = (
+            f"the UNIX socket {uds} has a path of {len(os.fsencode(uds))} bytes, at most "
+            f"{SOCKET_PATH_BYTES} are possible; choose a shorter TRIREME_UDS"
+        )
         raise CallerError(msg)
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -136,14 +148,16 @@ def _bind_path(uds: str) -> socket.socket:
 
 
 def guard(access: Access, incarnation: str, arrivals: Arrivals) -> Any:
-    """Middleware of all routes of the pserver `incarnation`: checks the token's role, the host and the origin of a
-    request, turns errors into msgpack maps."""
+    """Middleware of all routes of the pserver `incarnation`: checks the token's role, the host and the origin
+    of a request, turns errors into msgpack maps."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path not in OPEN:
-                access.admit(stream.asked_of(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
+                access.admit(
+                    stream.asked_of(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER
+                )
                 _check_meant(request, incarnation)
                 arrivals.admit(request.transport)
             return await handler(request)
@@ -152,7 +166,9 @@ def guard(access: Access, incarnation: str, arrivals: Arrivals) -> Any:
         except web.HTTPException as error:
             return _refusal(BadFrame(f"{request.method} {request.path}: {error.reason}"), error.status)
         except (ConnectionError, TimeoutError) as error:
-            return _refusal(PeerError(f"{request.method} {request.path} broke off: {type(error).__name__}: {error}"))
+            return _refusal(
+                PeerError(f"{request.method} {request.path} broke off: {type(error).__name__}: {error}")
+            )
         except Exception as error:
             log.exception("request_failed", path=request.path)
             return _refusal(TriremeError(f"{type(error).__name__}: {error}; see the log of this pserver"))
@@ -163,7 +179,9 @@ def guard(access: Access, incarnation: str, arrivals: Arrivals) -> Any:
 def _check_meant(request: web.Request, incarnation: str) -> None:
     meant = request.headers.get(MEANT)
     if meant is None and request.path == PATH:
-        raise BadFrame(f"{PATH} needs the header {MEANT}: the incarnation of the parameter server that is meant")
+        raise BadFrame(
+            f"{PATH} needs the header {MEANT}: the incarnation of the parameter server that is meant"
+        )
     if meant not in (None, incarnation):
         msg = f"this is the parameter server {incarnation}, not {str(meant)[:200]}; read its address again"
         raise AnotherProcess(msg)
@@ -243,7 +261,10 @@ def _of_tables(rows: TableRows) -> Iterator[Metric]:
         (_gauge("bytes", "memory of rows, their state and their index"), lambda table: table.bytes),
         (_counter("admitted_rows", "rows that appeared"), lambda table: table.counts.admitted),
         (_counter("evicted_rows", "rows that left"), lambda table: table.counts.evicted),
-        (_counter("refused_gradients", "gradients of ids that had no row yet"), lambda table: table.counts.refused),
+        (
+            _counter("refused_gradients", "gradients of ids that had no row yet"),
+            lambda table: table.counts.refused,
+        ),
     ]
     for family, number in families:
         for table in rows.tables:

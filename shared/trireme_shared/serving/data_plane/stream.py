@@ -1,7 +1,9 @@
-"""The pserver's end of upgraded streams (shared/trireme_shared/serving/transport/stream.py): frames go directly to a Pserver, without a task per call.
+"""The pserver's end of upgraded streams (shared/trireme_shared/serving/transport/stream.py): frames go
+directly to a Pserver, without a task per call.
 
-push block: kernel -> receive buffer, or the trainer's memory -> applied -> sent to the pulls that wait for it, from the cache
-pull block: values retained -> transport -> released when the kernel has them; or lent -> released when the trainer took them
+push block: kernel -> receive buffer, or the trainer's memory -> applied -> sent to the pulls that wait for
+it, from the cache pull block: values retained -> transport -> released when the kernel has them; or lent ->
+released when the trainer took them
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def _same_of(number: int, block: int) -> bytes:
 
 
 class RoundRobin:
-    """Calls what was asked for in order, one call in each turn of the event loop. Work that is not finished asks again."""
+    """Calls what was asked for in order, one call in each turn of the event loop. Work that is not finished
+    asks again."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -134,8 +137,9 @@ class RoundRobin:
 
 
 class PserverStream(FrameStream):
-    """`turns`, `answers`: of all streams of the pserver. `stall_s`, `idle_s`: see TimeLimits in http.py. `over` is called when the
-    connection is lost. `check_token` is called now and then; it raises TriremeError once the peer's token was revoked."""
+    """`turns`, `answers`: of all streams of the pserver. `stall_s`, `idle_s`: see TimeLimits in http.py.
+    `over` is called when the connection is lost. `check_token` is called now and then; it raises TriremeError
+    once the peer's token was revoked."""
 
     def __init__(
         self,
@@ -158,7 +162,8 @@ class PserverStream(FrameStream):
         self._item: PushBlock | None = None
         self._push: _Push | None = None  # the push whose payload is being read
         self._referred: memoryview | None = None  # its payload, if it lies in the trainer's memory
-        self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
+        # such payloads that are not applied yet
+        self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()
         self._lookups = StreamLookups(pserver, self._send_rows, self._refuse, lambda: self._is_writable)
         self._memory = ServerMemory(
             lambda: peer_of(self.transport and self.transport.get_extra_info("socket")), answers
@@ -166,7 +171,10 @@ class PserverStream(FrameStream):
         self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
 
     def __repr__(self) -> str:
-        return f"<PserverStream: {len(self._pushes)} pushes, {len(self._pulls)} pulls, {'paused' if self.paused else 'writable'}>"
+        return (
+            f"<PserverStream: {len(self._pushes)} pushes, {len(self._pulls)} pulls, "
+            f"{'paused' if self.paused else 'writable'}>"
+        )
 
     # ------------------------------------------------------------ in
 
@@ -211,7 +219,8 @@ class PserverStream(FrameStream):
         assert push.pushing is not None
         assert push.memory is not None
         assert item is not None
-        if self._referred is not None or item.block == ROWS:  # rows come behind the block that tells the step's result
+        # rows come behind the block that tells the step's result
+        if self._referred is not None or item.block == ROWS:
             self.apply_later(push, item, payload if self._referred is None else self._referred)
             self._referred = None
             return
@@ -233,7 +242,12 @@ class PserverStream(FrameStream):
         if "took" in fields:
             self._on_taken(number, fields["took"])
             return
-        if number in self._pushes or number in self._pulls or number in self._lookups or not isinstance(message, dict):
+        if (
+            number in self._pushes
+            or number in self._pulls
+            or number in self._lookups
+            or not isinstance(message, dict)
+        ):
             msg = f"call {number} is open already, or its message is no map"
             raise BadFrame(msg)
         if len(self._pushes) + len(self._pulls) + len(self._lookups) >= MAX_CALLS:
@@ -249,7 +263,10 @@ class PserverStream(FrameStream):
             case "share":
                 self._share(number, message)
             case other:
-                msg = f"call {other!r}: expected 'push', 'pull', 'lookup' or 'share'; the rest are plain requests"
+                msg = (
+                    f"call {other!r}: expected 'push', 'pull', 'lookup' or 'share'; the rest are plain "
+                    "requests"
+                )
                 raise BadFrame(msg)
 
     def _send_rows(self, number: int, found: memoryview | LookupEnd) -> None:
@@ -271,7 +288,9 @@ class PserverStream(FrameStream):
         push = self._pushes[number] = _Push(number)
         try:
             push.memory, push.blocks_left = self._pserver.memory_for(header)
-            push.pushing = self._pserver.begin_push(header, lambda: self._end_push(push) if push.ended else None)
+            push.pushing = self._pserver.begin_push(
+                header, lambda: self._end_push(push) if push.ended else None
+            )
         except TriremeError as error:
             push.close()
             self._refuse(number, error)
@@ -440,7 +459,9 @@ class PserverStream(FrameStream):
         try:
             self._check_token()
         except TriremeError as error:  # it may have a new token by now
-            self.fail(PeerError(f"the token of this stream is not taken any more ({error.message}); connect again"))
+            self.fail(
+                PeerError(f"the token of this stream is not taken any more ({error.message}); connect again")
+            )
             self.abort()
             return
         since = self.moved
@@ -487,7 +508,8 @@ class PserverStream(FrameStream):
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """How long a peer may send nothing: inside a message (`stall_s`), and between two blocks, while it computes (`idle_s`)."""
+    """How long a peer may send nothing: inside a message (`stall_s`), and between two blocks, while it
+    computes (`idle_s`)."""
 
     stall_s: float
     idle_s: float
@@ -512,7 +534,9 @@ async def take_upgrade(request: web.Request) -> web.StreamResponse:
     """Hand the connection over to a PserverStream and wait for its end."""
     if request.headers.get("Upgrade", "").lower() != UPGRADE:
         msg = f"{PATH} needs the header 'Upgrade: {UPGRADE}', not {request.headers.get('Upgrade', '')[:40]!r}"
-        return web.Response(body=codec.encode(BadFrame(msg).to_map()), status=426, headers={"Upgrade": UPGRADE})
+        return web.Response(
+            body=codec.encode(BadFrame(msg).to_map()), status=426, headers={"Upgrade": UPGRADE}
+        )
     response = web.StreamResponse(status=101, headers={"Upgrade": UPGRADE, "Connection": "Upgrade"})
     await response.prepare(request)
     transport, handler = request.transport, request.protocol

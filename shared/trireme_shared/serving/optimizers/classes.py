@@ -1,9 +1,10 @@
 """The optimizers by name, optimizers of our own, and what each keeps for a parameter.
 
-CLASSES have element-wise update rules, Lion too, so blocks can be stepped with the bits of whole parameters (see geometry.py).
-OF_WHOLE_PARAMETERS (LARS and LAMB) need norms of whole parameters: members of collective jobs step them, parameter servers cut
-parameters into blocks and cannot. Their norms are taken in the order in which parameters lie in memory, and no bit of them depends
-on the number of threads: plain PyTorch and every member of a collective job find the same.
+CLASSES have element-wise update rules, Lion too, so blocks can be stepped with the bits of whole parameters
+(see geometry.py). OF_WHOLE_PARAMETERS (LARS and LAMB) need norms of whole parameters: members of collective
+jobs step them, parameter servers cut parameters into blocks and cannot. Their norms are taken in the order in
+which parameters lie in memory, and no bit of them depends on the number of threads: plain PyTorch and every
+member of a collective job find the same.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from trireme_shared.blocks.gradient_norm import in_float64, squares_of
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2). `lr`: about a third to a tenth of AdamW's; `betas`: of the update, and of the momentum; `weight_decay`: decoupled, as AdamW's, so
-    three to ten times AdamW's. One number of state for each parameter (AdamW has two). Raises ValueError for options that cannot be."""
+    """The sign of an interpolated momentum (Chen et al. 2023, "Symbolic Discovery of Optimization
+    Algorithms", algorithm 2). `lr`: about a third to a tenth of AdamW's; `betas`: of the update, and of the
+    momentum; `weight_decay`: decoupled, as AdamW's, so three to ten times AdamW's. One number of state for
+    each parameter (AdamW has two). Raises ValueError for options that cannot be."""
 
     def __init__(
         self,
@@ -38,7 +41,12 @@ class Lion(torch.optim.Optimizer):
         """As of any torch.optim optimizer. Parameters without a gradient stay as they are."""
         loss = _loss(closure)
         for group, parameter, state in _trained(self):
-            lr, (beta1, beta2), decay, gradient = group["lr"], group["betas"], group["weight_decay"], parameter.grad
+            lr, (beta1, beta2), decay, gradient = (
+                group["lr"],
+                group["betas"],
+                group["weight_decay"],
+                parameter.grad,
+            )
             assert gradient is not None
             if not state:
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -52,15 +60,17 @@ class Lion(torch.optim.Optimizer):
 
 
 class LARS(torch.optim.Optimizer):
-    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks", algorithm 1):
+    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional
+    Networks", algorithm 1):
 
-        rate = trust_coefficient |w| / (|g| + weight_decay |w|)        1 if |w| or |g| is 0, or without `layerwise`
+        rate = trust_coefficient |w| / (|g| + weight_decay |w|)
+            1 if |w| or |g| is 0, or without `layerwise`
         v = momentum v + lr rate (g + weight_decay w)
         w = w - v
 
-    The learning rate is inside of the momentum, as in the paper, so a schedule acts on later gradients alone. Give biases and
-    parameters of normalisation a group with `layerwise=False` (SGD with momentum). One number of state for each parameter. Raises
-    ValueError for options that cannot be."""
+    The learning rate is inside of the momentum, as in the paper, so a schedule acts on later gradients alone.
+    Give biases and parameters of normalisation a group with `layerwise=False` (SGD with momentum). One number
+    of state for each parameter. Raises ValueError for options that cannot be."""
 
     def __init__(
         self,
@@ -88,7 +98,8 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As of any torch.optim optimizer. Parameters without a gradient stay as they are. Raises RuntimeError for sparse gradients."""
+        """As of any torch.optim optimizer. Parameters without a gradient stay as they are. Raises
+        RuntimeError for sparse gradients."""
         loss = _loss(closure)
         for group, parameter, state in _trained(self):
             gradient = _dense(parameter)
@@ -101,20 +112,23 @@ class LARS(torch.optim.Optimizer):
                     rate = group["trust_coefficient"] * size / (slope + decay * size)
             if decay:
                 gradient = gradient.add(parameter, alpha=decay)
-            momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient, alpha=group["lr"] * rate)
+            momentum = (
+                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient, alpha=group["lr"] * rate)
+            )
             parameter.sub_(momentum)
         return loss
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam with layer-wise rates (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2; its function phi is the identity):
+    """Adam with layer-wise rates (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2;
+    its function phi is the identity):
 
         m, v, r = as Adam, r = m' / (sqrt(v') + eps) with the bias corrected
         u = r + weight_decay x
         x = x - lr (|x| / |u|) u        the ratio is 1 if |x| or |u| is 0, or without `layerwise`
 
-    Give biases and parameters of normalisation a group with `layerwise=False, weight_decay=0` (Adam). Two numbers of state for each
-    parameter. Raises ValueError for options that cannot be."""
+    Give biases and parameters of normalisation a group with `layerwise=False, weight_decay=0` (Adam). Two
+    numbers of state for each parameter. Raises ValueError for options that cannot be."""
 
     def __init__(
         self,
@@ -128,12 +142,14 @@ class LAMB(torch.optim.Optimizer):
         _check_numbers("LAMB", lr=lr, eps=eps, weight_decay=weight_decay)
         _check_betas("LAMB", betas)
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layerwise": layerwise}
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layerwise": layerwise},
         )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As of any torch.optim optimizer. Parameters without a gradient stay as they are. Raises RuntimeError for sparse gradients."""
+        """As of any torch.optim optimizer. Parameters without a gradient stay as they are. Raises
+        RuntimeError for sparse gradients."""
         loss = _loss(closure)
         for group, parameter, state in _trained(self):
             gradient, (beta1, beta2) = _dense(parameter), group["betas"]
@@ -164,7 +180,9 @@ def _loss(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> Iterable[tuple[dict[str, Any], torch.Tensor, dict[str, Any]]]:
+def _trained(
+    optimizer: torch.optim.Optimizer,
+) -> Iterable[tuple[dict[str, Any], torch.Tensor, dict[str, Any]]]:
     """Group, parameter and state of each parameter that has a gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -176,7 +194,10 @@ def _dense(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if gradient.layout is not torch.strided:
-        msg = f"a gradient is {gradient.layout}: LARS and LAMB take dense gradients; make the layer without sparse=True"
+        msg = (
+            f"a gradient is {gradient.layout}: LARS and LAMB take dense gradients; make the layer "
+            "without sparse=True"
+        )
         raise RuntimeError(msg)
     return gradient
 
@@ -185,7 +206,9 @@ def _norm(tensor: torch.Tensor, parameter: torch.Tensor) -> float:
     """Of all elements of `tensor`, in the order in which `parameter` has them in memory."""
     stride = torch.empty_like(parameter, device="meta").stride()  # without gaps
     if tensor.stride() != stride:
-        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return math.sqrt(in_float64(flat) if flat.dtype is torch.float64 else squares_of(flat))
 
@@ -210,12 +233,18 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 }
 OF_WHOLE_PARAMETERS: dict[str, type[torch.optim.Optimizer]] = {"LARS": LARS, "LAMB": LAMB}
 ALL_CLASSES = CLASSES | OF_WHOLE_PARAMETERS
-CHOICES = f"one of torch.optim: {', '.join(OF_TORCH)}; or trireme.optim.Lion; with strategy collective also trireme.optim.LARS and LAMB"
+CHOICES = (
+    f"one of torch.optim: {', '.join(OF_TORCH)}; or trireme.optim.Lion; with strategy collective also "
+    "trireme.optim.LARS and LAMB"
+)
 
 
 def no_whole_parameters(name: str) -> str:
     """Why a job with parameter servers cannot have this class of OF_WHOLE_PARAMETERS."""
-    return f"optimizer {name} needs the norm of each whole parameter, and parameter servers have blocks that cut them"
+    return (
+        f"optimizer {name} needs the norm of each whole parameter, and parameter servers have blocks "
+        "that cut them"
+    )
 
 
 # ---------------------------------------------------------------- what an optimizer keeps for each parameter
@@ -226,14 +255,16 @@ Kinds = Mapping[str, bool]
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[Kinds]:
-    """Of each group: its state after a step, by name: True if it is one float32 number, False if it has the parameter's shape and dtype.
-    Empty for classes without state (SGD without momentum)."""
+    """Of each group: its state after a step, by name: True if it is one float32 number, False if it has the
+    parameter's shape and dtype. Empty for classes without state (SGD without momentum)."""
     name = type(optimizer).__name__
     return [
         _kinds(
             name,
             tuple(
-                (option, _hashable(value)) for option, value in group.items() if option not in ("params", "param_names")
+                (option, _hashable(value))
+                for option, value in group.items()
+                if option not in ("params", "param_names")
             ),
         )
         for group in optimizer.param_groups

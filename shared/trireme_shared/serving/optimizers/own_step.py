@@ -1,4 +1,5 @@
-"""What a script adds to the step of its optimizer or scheduler: a job makes optimizers of the same class and options, and knows none of it."""
+"""What a script adds to the step of its optimizer or scheduler: a job makes optimizers of the same class and
+options, and knows none of it."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ from trireme_shared.protocol.errors import InvalidArgument
 
 _OURS = "torch", "trireme_shared", "trainer_agent", "trireme"
 _HINT = (
-    "leave it out: limit parameters where forward uses them, keep a moving average in a floating-point buffer that the loss updates, and change "
+    "leave it out: limit parameters where forward uses them, keep a moving average in a "
+    "floating-point buffer that the loss updates, and change "
     "gradients by hooks of parameters or in a loop of your own"
 )
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises InvalidArgument for hooks of `step` (the optimizer's, or those of all optimizers), and for a `step` that the script has replaced."""
+    """Raises InvalidArgument for hooks of `step` (the optimizer's, or those of all optimizers), and for a
+    `step` that the script has replaced."""
     if problem := added_to_step(optimizer):
         what = f"the optimizer {type(optimizer).__name__} has {problem}"
         raise InvalidArgument(
-            f"{what}; a job steps parameters by optimizers that it makes of the same class and options, without it",
+            f"{what}; a job steps parameters by optimizers that it makes of the same class and "
+            "options, without it",
             hint=_HINT,
         )
 
@@ -42,12 +46,15 @@ def added_to_step(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_scheduler_step(scheduler: Any) -> None:
-    """Raises InvalidArgument if the script has replaced the `step` of this one scheduler. (A class of its own may define it.)"""
+    """Raises InvalidArgument if the script has replaced the `step` of this one scheduler. (A class of its own
+    may define it.)"""
     own = vars(scheduler).get("step")
     if own is not None and not all(map(_is_known, _layers(own))):
         raise InvalidArgument(
-            f"the step of the scheduler {type(scheduler).__name__} was replaced ({_name(own)}), which no other trainer would know",
-            hint="write it as a class: class Mine(torch.optim.lr_scheduler.LRScheduler) with a step of its own",
+            f"the step of the scheduler {type(scheduler).__name__} was replaced ({_name(own)}), "
+            "which no other trainer would know",
+            hint="write it as a class: class Mine(torch.optim.lr_scheduler.LRScheduler) with a step of "
+            "its own",
         )
 
 

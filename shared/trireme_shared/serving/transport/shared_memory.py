@@ -1,7 +1,8 @@
-"""Memory that one process writes and others on the host may read: its owner has a Region, a reader has a Mapped.
-Nobody writes into another's memory.
+"""Memory that one process writes and others on the host may read: its owner has a Region, a reader has a
+Mapped. Nobody writes into another's memory.
 
-    Region.create --offer--> {fd, name, size} over a UNIX stream --open_offered--> Mapped: the kernel allows reading only
+    Region.create --offer--> {fd, name, size} over a UNIX stream --open_offered--> Mapped: the kernel allows
+        reading only
     Lender:   region --number--> offered once, forgotten when it is gone       Borrower:  [number, offset, size] --> bytes
 
     who         writes here, cut from few large regions         lends it until                           reads at the peer
@@ -9,9 +10,10 @@ Nobody writes into another's memory.
                 rows that were looked up (AnswerMemory)         the rows (ServerMemory)
     trainer     gradients of rows (GradientMemory), of blocks   its push is answered                     values, rows
 
-The memory is an anonymous memfd. It has no name in a file system, so nothing can be guessed, and nothing has to be unlinked
-however its owner ends. It is sealed: it can neither shrink nor grow, so no reader can hit its end (SIGBUS), and only the owner's
-first mapping can write. A reader opens /proc/<the peer's pid, from the kernel>/fd/<number> and checks everything.
+The memory is an anonymous memfd. It has no name in a file system, so nothing can be guessed, and nothing has
+to be unlinked however its owner ends. It is sealed: it can neither shrink nor grow, so no reader can hit its
+end (SIGBUS), and only the owner's first mapping can write. A reader opens /proc/<the peer's pid, from the
+kernel>/fd/<number> and checks everything.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from trireme_shared.protocol.records.record import Record
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = mmap.PAGESIZE
 REGION_BYTES = 64 << 20  # of a region of blocks at least, and a quarter of what there is
-MOST_BYTES = 256 << 20  # of a process, for rows that others read in place; what is beyond goes through the stream
+# of a process, for rows that others read in place; what is beyond goes through the stream
+MOST_BYTES = 256 << 20
 MAX_MEMORIES = 256  # of one peer
 WINDOW_BYTES = 8 << 20  # lent to one peer at most: it copies while we compute
 MAX_LENT = 1024  # blocks
@@ -62,7 +65,8 @@ log = telemetry.logger("wire.regions")
 
 
 class Offer(Record):
-    """`memory`: the number by which the owner will refer to it; `fd` and `name`: of the memfd in the owner's process."""
+    """`memory`: the number by which the owner will refer to it; `fd` and `name`: of the memfd in the owner's
+    process."""
 
     memory: int
     fd: int
@@ -71,7 +75,8 @@ class Offer(Record):
 
 
 class Region(mmap.mmap):
-    """Our own memory: zeros at first, writable here, readable by peers it is offered to. Closed with its last view.
+    """Our own memory: zeros at first, writable here, readable by peers it is offered to. Closed with its last
+    view.
 
     `lost`: a peer may still read its content, but no one waits for that peer any more: do not write into it.
     """
@@ -106,8 +111,8 @@ class Region(mmap.mmap):
 
 
 def place_of(view: memoryview) -> tuple[Region, int] | None:
-    """The region of a view, and the view's offset in it; None: it is in other memory. Only views of the region itself are recognised
-    (memoryview(region)[a:b], not views of tensors over it)."""
+    """The region of a view, and the view's offset in it; None: it is in other memory. Only views of the
+    region itself are recognised (memoryview(region)[a:b], not views of tensors over it)."""
     region = view.obj
     if not isinstance(region, Region) or view.readonly or not view.nbytes:
         return None
@@ -120,13 +125,17 @@ class Mapped(mmap.mmap):
     def part(self, offset: int, size: int) -> memoryview:
         """Raises InvalidArgument unless the part is inside and begins at a multiple of ALIGNMENT_BYTES."""
         if not (0 <= offset <= len(self) and 0 <= size <= len(self) - offset) or offset % ALIGNMENT_BYTES:
-            msg = f"{size} bytes from {offset} of a memory of {len(self)}: they must lie inside, from a multiple of {ALIGNMENT_BYTES}"
+            msg = (
+                f"{size} bytes from {offset} of a memory of {len(self)}: they must lie inside, from a "
+                f"multiple of {ALIGNMENT_BYTES}"
+            )
             raise InvalidArgument(msg)
         return memoryview(self)[offset : offset + size]
 
 
 def open_offered(offer: Offer, peer: int, at_most: int) -> Mapped:
-    """Map memory that the process `peer` offers. Raises InvalidArgument if it fails a check or cannot be opened."""
+    """Map memory that the process `peer` offers. Raises InvalidArgument if it fails a check or cannot be
+    opened."""
     try:
         fd = _reopened(offer, peer)
         try:
@@ -135,27 +144,32 @@ def open_offered(offer: Offer, peer: int, at_most: int) -> Mapped:
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:
-        msg = f"memory {offer.name[:40]!r} of process {peer} cannot be mapped: {type(error).__name__}: {error}"
+        msg = (
+            f"memory {offer.name[:40]!r} of process {peer} cannot be mapped: {type(error).__name__}: {error}"
+        )
         raise InvalidArgument(msg) from error
 
 
 def peer_of(transport_socket: Any) -> int:
-    """The process at the other end of a UNIX socket. Raises Unauthorized if it runs as another user, InvalidArgument if it is
-    not on this host or cannot be seen from here (another PID namespace)."""
+    """The process at the other end of a UNIX socket. Raises Unauthorized if it runs as another user,
+    InvalidArgument if it is not on this host or cannot be seen from here (another PID namespace)."""
     if transport_socket is None or transport_socket.family != socket.AF_UNIX:
         raise InvalidArgument("memory is shared over a UNIX socket only: payloads go through the stream")
     found = transport_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(found)
     if uid != os.geteuid():
-        raise Unauthorized(f"the peer runs as user {uid}, this process as {os.geteuid()}: they share no memory")
+        raise Unauthorized(
+            f"the peer runs as user {uid}, this process as {os.geteuid()}: they share no memory"
+        )
     if pid < 1:
         raise InvalidArgument("the peer's process cannot be seen from here: payloads go through the stream")
     return int(pid)
 
 
 def _reopened(offer: Offer, peer: int) -> int:
-    """A read-only descriptor. The path may name any file by the time it is opened. So O_PATH first gets a reference (it has no
-    effect on pipes and devices), the reference is checked, and then that same file is opened."""
+    """A read-only descriptor. The path may name any file by the time it is opened. So O_PATH first gets a
+    reference (it has no effect on pipes and devices), the reference is checked, and then that same file is
+    opened."""
     if not 0 <= offer.fd < 1 << 20:
         raise ValueError(f"descriptor {offer.fd}")
     pointer = os.open(f"/proc/{peer}/fd/{offer.fd}", os.O_PATH | os.O_CLOEXEC)
@@ -175,7 +189,9 @@ def _check(fd: int, offer: Offer, at_most: int) -> None:
         raise ValueError(f"it has {size} bytes, the offer says {offer.size}, at most {at_most} are allowed")
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if seals & _SEALS != _SEALS:
-        raise ValueError(f"its seals are {seals:#x}, {_SEALS:#x} are needed: it could shrink under its readers")
+        raise ValueError(
+            f"its seals are {seals:#x}, {_SEALS:#x} are needed: it could shrink under its readers"
+        )
     if os.fstatvfs(fd).f_bsize != PAGE_BYTES:
         raise ValueError("it has huge pages, which may be missing when they are read")
 
@@ -197,7 +213,8 @@ def new_region(size: int) -> Region | None:
 
 
 class RegionAllocator:
-    """Of one pool; private memory where regions cannot be made. Block by block malloc would take a fifth more than it gives."""
+    """Of one pool; private memory where regions cannot be made. Block by block malloc would take a fifth more
+    than it gives."""
 
     def __init__(self) -> None:
         self._region: Region | None = None
@@ -224,8 +241,8 @@ class RegionAllocator:
 
 
 class AnswerMemory:
-    """Copies of rows that lookups found at one server, lent until they are taken. Sizes are rounded up to powers
-    of two, so that few kinds of memory serve all."""
+    """Copies of rows that lookups found at one server, lent until they are taken. Sizes are rounded up to
+    powers of two, so that few kinds of memory serve all."""
 
     def __init__(self) -> None:
         self._regions = RegionAllocator()
@@ -243,7 +260,8 @@ class AnswerMemory:
         return self._pool.allocated_bytes - self._pool.free_bytes
 
     def copied(self, payload: memoryview) -> Buffer | None:
-        """A buffer that begins with a copy of the payload, for the caller to release. None: it has to be sent."""
+        """A buffer that begins with a copy of the payload, for the caller to release. None: it has to be
+        sent."""
         if payload.nbytes < LEAST_BYTES:
             return None
         kind = "float32", rounded(payload.nbytes) // 4
@@ -265,8 +283,8 @@ class AnswerMemory:
 
 
 class GradientMemory(ReusedMemory[Region]):
-    """Gradients of one trainer's rows, in regions that its parameter servers read until nobody refers to them any
-    more. Private memory where there is no other."""
+    """Gradients of one trainer's rows, in regions that its parameter servers read until nobody refers to them
+    any more. Private memory where there is no other."""
 
     def __init__(self) -> None:
         super().__init__(MOST_BYTES)
@@ -333,7 +351,8 @@ class Borrower:
         return f"<Borrower of process {self._peer}: {len(self._mapped)} memories>"
 
     def learn(self, offers: Offers, at_most: int) -> None:
-        """Map the peer's new regions, of `at_most` bytes each. Raises InvalidArgument, TooLarge: the rest stay unknown."""
+        """Map the peer's new regions, of `at_most` bytes each. Raises InvalidArgument, TooLarge: the rest
+        stay unknown."""
         for number in offers.forget:
             self._mapped.pop(number, None)  # its last view unmaps it
         for offer in offers.offers:
@@ -343,7 +362,8 @@ class Borrower:
             self._mapped[offer.memory] = open_offered(offer, self._peer, at_most)
 
     def payload(self, place: Place, sent: int) -> memoryview:
-        """The bytes there, read only, of a block that has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
+        """The bytes there, read only, of a block that has `sent` bytes of its own. Raises BadFrame,
+        InvalidArgument."""
         number, offset, size = place
         mapped = self._mapped.get(number)
         if mapped is None:
@@ -367,8 +387,10 @@ def place_in(header: dict[str, Any]) -> Place | None:
 
 
 class ServerMemory:
-    """The server's end of one connection: blocks are read where they lie here, gradients where they lie at the
-    peer. A buffer that the peer was referred to is retained until it says that it took the block. `peer` gives the process at its other end, or raises why memory cannot be shared with it. `answers`: of the server."""
+    """The server's end of one connection: blocks are read where they lie here, gradients where they lie at
+    the peer. A buffer that the peer was referred to is retained until it says that it took the block. `peer`
+    gives the process at its other end, or raises why memory cannot be shared with it. `answers`: of the
+    server."""
 
     def __init__(self, peer: Callable[[], int], answers: AnswerMemory) -> None:
         self._peer, self._answers = peer, answers
@@ -376,15 +398,17 @@ class ServerMemory:
         self._borrower: Borrower | None = None
         self._lent: dict[int, deque[Buffer]] = {}
         self._bytes = self._blocks = 0
-        self.moved = clock.monotonic()  # when the first of the lent blocks was lent, or the last one was taken
+        # when the first of the lent blocks was lent, or the last one was taken
+        self.moved = clock.monotonic()
 
     def __repr__(self) -> str:
         return f"<ServerMemory: {self._blocks} blocks lent, {self._borrower!r}>"
 
     def share(self, given: Offers, regions: Iterable[Region], most_bytes: int) -> Offers:
-        """Map the peer's regions, of at most `most_bytes` each; returns offers of `regions`, if it is the first call: later ones are offered
-        when something is lent, since what was lent must not overtake the offer.
-        Raises Unauthorized, InvalidArgument, TooLarge: none or only some of its regions are mapped then."""
+        """Map the peer's regions, of at most `most_bytes` each; returns offers of `regions`, if it is the
+        first call: later ones are offered when something is lent, since what was lent must not overtake the
+        offer. Raises Unauthorized, InvalidArgument, TooLarge: none or only some of its regions are mapped
+        then."""
         first = self._borrower is None
         if self._borrower is None:
             self._borrower = Borrower(self._peer())
@@ -392,7 +416,8 @@ class ServerMemory:
         return self._lender.offers(regions) if first else Offers()
 
     def payload(self, place: Place, sent: int) -> memoryview:
-        """What a push's block refers to, which has `sent` bytes of its own; read only. Raises BadFrame, InvalidArgument."""
+        """What a push's block refers to, which has `sent` bytes of its own; read only. Raises BadFrame,
+        InvalidArgument."""
         if self._borrower is None:
             raise BadFrame("a block refers to memory: share it first")
         return self._borrower.payload(place, sent)
@@ -418,8 +443,8 @@ class ServerMemory:
         return lent
 
     def lend(self, number: int, buffer: Buffer, size: int | None = None) -> tuple[Offers, Place] | None:
-        """Where pull `number` finds a retained buffer, or its first `size` bytes; it is released here when the peer took it. With the offers that
-        the peer needs before. None: the buffer has to be sent."""
+        """Where pull `number` finds a retained buffer, or its first `size` bytes; it is released here when
+        the peer took it. With the offers that the peer needs before. None: the buffer has to be sent."""
         if self._borrower is None or buffer.home is None:
             return None
         region, offset = buffer.home
@@ -434,7 +459,8 @@ class ServerMemory:
         return new, (memory, offset, buffer.view.nbytes if size is None else size)
 
     def took(self, number: int, count: Any) -> None:
-        """Pull `number`, which may have ended, has taken the next `count` blocks that were lent to it. Raises BadFrame."""
+        """Pull `number`, which may have ended, has taken the next `count` blocks that were lent to it. Raises
+        BadFrame."""
         lent = self._lent.get(number, deque())
         if type(count) is not int or not 0 < count <= len(lent):
             msg = f"pull {number} took {str(count)[:20]} blocks of {len(lent)} that it was lent"
@@ -460,8 +486,9 @@ class ServerMemory:
 
 
 class TrainerMemory:
-    """The shared memory of one connection: gradients are read where they lie, parameters are copied from where they are. `on`: each end reads
-    the other's memory. `unreadable`: we cannot map what the pserver offers."""
+    """The shared memory of one connection: gradients are read where they lie, parameters are copied from
+    where they are. `on`: each end reads the other's memory. `unreadable`: we cannot map what the pserver
+    offers."""
 
     def __init__(self, name: str) -> None:
         self.unreadable = False
@@ -475,7 +502,8 @@ class TrainerMemory:
         return self._borrower is not None
 
     def begin(self, peer: int, offers: Offers) -> None:
-        """The pserver, process `peer`, agreed. Raises InvalidArgument, TooLarge: its memory cannot be mapped."""
+        """The pserver, process `peer`, agreed. Raises InvalidArgument, TooLarge: its memory cannot be
+        mapped."""
         borrower = Borrower(peer)
         self._learn(borrower, offers)
         self._borrower, self._lends = borrower, True
@@ -485,12 +513,14 @@ class TrainerMemory:
         self._learn(self._known(), offers)
 
     def payload(self, place: Place, sent: int) -> memoryview:
-        """What a pulled block refers to, which has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
+        """What a pulled block refers to, which has `sent` bytes of its own. Raises BadFrame,
+        InvalidArgument."""
         return self._known().payload(place, sent)
 
     def close(self) -> None:
-        """The connection is over: the peer's memory is unmapped at once, not when the interpreter finds what refers to the connection. Each mapping has a
-        descriptor, and keeps the memory of a peer that has ended."""
+        """The connection is over: the peer's memory is unmapped at once, not when the interpreter finds what
+        refers to the connection. Each mapping has a descriptor, and keeps the memory of a peer that has
+        ended."""
         self._borrower, self._lends = None, False
 
     # ------------------------------------------------------------ lending gradients

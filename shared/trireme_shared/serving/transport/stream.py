@@ -1,16 +1,21 @@
-"""One upgraded connection: frames in both directions at once, read into and written from their final memory (see codec.py).
+"""One upgraded connection: frames in both directions at once, read into and written from their final memory
+(see codec.py).
 
     GET /v1/stream, Upgrade: trireme-frames/1  --101-->  map | [map, bin] | map | ...       the same in both directions
 
     {"id": 3, "call": "push", "message": PushHeader}  [{"id": 3, ...PushBlock}, bin] ...  {"id": 3, "end": true}
     {"id": 4, "call": "pull", "message": PullRequest}
                                       answers:  [{"id": 4, ...PulledBlock}, bin] ...  {"id": n, "end": true, "message": ...}
-                                                {"id": n, "error": {...}}: that request is refused;  without id: all requests end
+                                                {"id": n, "error": {...}}: that request is refused;  without
+                                                    id: all requests end
 
-On one host a block may refer to shared memory of its sender, which the receiver can only read (shared/trireme_shared/serving/transport/shared_memory.py):
+On one host a block may refer to shared memory of its sender, which the receiver can only read
+(shared/trireme_shared/serving/transport/shared_memory.py):
 
-    {"id": 2, "call": "share", "message": {"offers": [Offer ...]}}      answer, or at any time: {"offers": [Offer ...]}
-    {"id": 3, ...PushBlock, "at": [memory, offset, size]}               the pusher's memory, unchanged until the push is answered
+    {"id": 2, "call": "share", "message": {"offers": [Offer ...]}}
+        answer, or at any time: {"offers": [Offer ...]}
+    {"id": 3, ...PushBlock, "at": [memory, offset, size]}
+        the pusher's memory, unchanged until the push is answered
     {"id": 4, ...PulledBlock, "at": ...}  answered by  {"id": 4, "took": 1}      unchanged until then
 
 Frames of several requests may alternate. A malformed frame ends the connection with a typed error.
@@ -42,7 +47,8 @@ from trireme_shared.protocol.wire import codec
 
 UPGRADE = "trireme-frames/1"
 PATH = "/v1/stream"
-LOCAL_BYTES = 2 << 20  # kernel buffers on one host: enough for one turn of each end, and small enough for the cache
+# kernel buffers on one host: enough for one turn of each end, and small enough for the cache
+LOCAL_BYTES = 2 << 20
 HEAD_BYTES = 8 << 10  # read at once if no payload is expected; bytes of a payload in it are copied
 HEADS = 4  # at most so many blocks without payload are sent at once
 # read, sent or worked on before other tasks get their turn; with more, the two ends work one after the other
@@ -79,7 +85,8 @@ class FrameStream(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ for subclasses
 
     def prepare(self, header: codec.Fields) -> Any:
-        """The argument of `place` for a block's header; may depend on the header alone. A TriremeError ends the connection."""
+        """The argument of `place` for a block's header; may depend on the header alone. A TriremeError ends
+        the connection."""
         raise NotImplementedError
 
     def place(self, header: Any, size: int) -> memoryview | None:
@@ -91,14 +98,17 @@ class FrameStream(asyncio.BufferedProtocol):
         raise NotImplementedError
 
     def on_block(self, payload: memoryview) -> None:
-        """The block of the last `place` is complete, in the memory that it gave. A TriremeError ends the connection."""
+        """The block of the last `place` is complete, in the memory that it gave. A TriremeError ends the
+        connection."""
         raise NotImplementedError
 
     def on_writable(self) -> None:
-        """The transport has sent everything, or it is this stream's turn again. Do not send while it `rests`."""
+        """The transport has sent everything, or it is this stream's turn again. Do not send while it
+        `rests`."""
 
     def moved_bytes(self, count: int) -> None:
-        """`count` bytes were read, sent or worked on; after BURST_BYTES other tasks have their turn in the event loop."""
+        """`count` bytes were read, sent or worked on; after BURST_BYTES other tasks have their turn in the
+        event loop."""
         self._burst += count
         if self._burst >= BURST_BYTES and not self.rests and self.transport is not None:
             self.rests = True
@@ -117,7 +127,8 @@ class FrameStream(asyncio.BufferedProtocol):
             self.moved_bytes(sum(map(len, parts)))
 
     def send_head(self, head: bytes) -> None:
-        """A block without payload. The first is sent at once; those that follow in the same turn of the loop are sent in groups."""
+        """A block without payload. The first is sent at once; those that follow in the same turn of the loop
+        are sent in groups."""
         self._heads.append(head)
         if not self._corked:
             self._corked = True
@@ -166,7 +177,8 @@ class FrameStream(asyncio.BufferedProtocol):
             _tune(plain)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
-        return self._vacant if self.failure is None else self._head  # after a failure that memory may be in other use
+        # after a failure that memory may be in other use
+        return self._vacant if self.failure is None else self._head
 
     def buffer_updated(self, count: int) -> None:
         self.moved = self._now()
@@ -238,8 +250,8 @@ class FrameStream(asyncio.BufferedProtocol):
 
 
 def _unbuffered(transport: asyncio.Transport) -> None:
-    """Its protocol's `pause_writing` is called whenever the transport keeps bytes: only then may it refer to memory it was given. TLS
-    copies what it encrypts; at 0, its transports pause for ever."""
+    """Its protocol's `pause_writing` is called whenever the transport keeps bytes: only then may it refer to
+    memory it was given. TLS copies what it encrypts; at 0, its transports pause for ever."""
     transport.set_write_buffer_limits(high=0 if transport.get_extra_info("sslcontext") is None else 1)
 
 
@@ -249,7 +261,8 @@ def _tune(plain: socket.socket) -> None:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         plain.setsockopt(socket.SOL_SOCKET, option, LOCAL_BYTES)
     if not inside and hasattr(socket, "TCP_CONGESTION"):
-        # congestion control that paces for networks (bbr) takes a third more processor time on the loopback device
+        # congestion control that paces for networks (bbr) takes a third more processor time on the loopback
+        # device
         with contextlib.suppress(OSError):
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
@@ -269,7 +282,8 @@ Stream = TypeVar("Stream", bound=FrameStream)
 
 
 class UpgradeRefused(PeerError):
-    """The peer does not upgrade: it is another version, or something between it and us does not let the upgrade through."""
+    """The peer does not upgrade: it is another version, or something between it and us does not let the
+    upgrade through."""
 
 
 async def upgrade(
@@ -282,8 +296,8 @@ async def upgrade(
     tls: ssl.SSLContext | None = None,
     limit_s: float = 2.0,
 ) -> Stream:
-    """A stream to the pserver of the incarnation `meant` at `url`, through the UNIX socket `uds` if one is given; `tls`: for https.
-    Raises UpgradeRefused, Unauthorized, Forbidden, AnotherProcess, PeerError."""
+    """A stream to the pserver of the incarnation `meant` at `url`, through the UNIX socket `uds` if one is
+    given; `tls`: for https. Raises UpgradeRefused, Unauthorized, Forbidden, AnotherProcess, PeerError."""
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     where = uds or url
     request = [f"GET {PATH} HTTP/1.1", f"Host: {parts.netloc}", f"Upgrade: {UPGRADE}", "Connection: Upgrade"]
@@ -319,10 +333,13 @@ async def upgrade(
         transport.abort()
         if status[1:2] == [b"401"]:
             raise Unauthorized(
-                f"{where}: the token was refused", hint="give the cluster's token for members in TRIREME_TOKEN"
+                f"{where}: the token was refused",
+                hint="give the cluster's token for members in TRIREME_TOKEN",
             )
         if status[1:2] == [b"403"]:
-            raise Forbidden(f"{where}: streams need a token with the role member", hint="give it in TRIREME_TOKEN")
+            raise Forbidden(
+                f"{where}: streams need a token with the role member", hint="give it in TRIREME_TOKEN"
+            )
         if status[1:2] == [b"421"]:
             raise AnotherProcess(f"{where} is not the parameter server {meant}; read its address again")
         msg = f"{where} does not upgrade to {UPGRADE}: {head.split(bytes((13,)), 1)[0][:100]!r}"
@@ -337,7 +354,9 @@ class _Handshake(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._received = bytearray()
-        self._head: asyncio.Future[tuple[bytes, bytes, asyncio.Transport]] = asyncio.get_running_loop().create_future()
+        self._head: asyncio.Future[tuple[bytes, bytes, asyncio.Transport]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._transport: asyncio.Transport | None = None
 
     async def exchange(self, request: bytes) -> tuple[bytes, bytes, asyncio.Transport]:

@@ -4,8 +4,10 @@ Memory is handed over as addresses (uint64), since numba cannot grow arrays of a
 
     cells[slot]   -> an open-addressing hash table of `capacities[slot]` cells of two words: the id, and
                      stamp (28 bits) | log2 of the frequency (5) | row + 1 (31); 0: the cell is empty
-    chunks[k]     -> rows k * 2**shift and following, each of `width` float32: values, then the optimizer's state
+    chunks[k]     -> rows k * 2**shift and following, each of `width` float32: values, then the optimizer's
+                  state
 
-A row's stamp is the number of the step that changed it last. A row is expired at version v if v - stamp > `ttl` (ttl < 0: never):
-it reads as if it was not there. Sums and products are rounded one by one, except where torch uses one fused operation (`fma`).
+A row's stamp is the number of the step that changed it last. A row is expired at version v if v - stamp >
+`ttl` (ttl < 0: never): it reads as if it was not there. Sums and products are rounded one by one, except
+where torch uses one fused operation (`fma`).
 """

@@ -1,7 +1,9 @@
-# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False
+# mypy: check_untyped_defs=False, warn_return_any=False
 """Loops over ids: which row each has, and which ids come and go.
 
-Each loop that looks for ids has the search written out: with one function for all of them a lookup took a fifth longer.
+Each loop that looks for ids has the search written out: with one function for all of them a lookup took a
+fifth longer.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ def all_in(ids, seed, flags):
 
 @compiled
 def look(cells, capacities, seed, ids, wanted, rows):
-    """The row of each id (int64 (n,)) into `rows` (int64 (n,)), expired ones too; ABSENT. Slots that are not `wanted` (bool (slots,)) are not searched:
-    their ids are taken for absent."""
+    """The row of each id (int64 (n,)) into `rows` (int64 (n,)), expired ones too; ABSENT. Slots that are not
+    `wanted` (bool (slots,)) are not searched: their ids are taken for absent."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
         hashed = hash_of(ids[i], seed)
@@ -131,8 +133,9 @@ def rehash(old, old_capacity, first, last, new, new_capacity, seed):
 
 @compiled
 def admit(sketch, depth, seed, ids, rows, needed, admitted):
-    """Counts each id without a row in a count-min sketch with conservative update (Estan, Varghese 2002): uint8 (slots, depth * cells). `admitted[i]`: it has a row, or
-    has now been seen `needed` times. Estimates are never too low."""
+    """Counts each id without a row in a count-min sketch with conservative update (Estan, Varghese 2002):
+    uint8 (slots, depth * cells). `admitted[i]`: it has a row, or has now been seen `needed` times. Estimates
+    are never too low."""
     slots = np.uint64(sketch.shape[0])
     cells = sketch.shape[1] // depth
     for i in range(len(ids)):
@@ -148,15 +151,17 @@ def admit(sketch, depth, seed, ids, rows, needed, admitted):
         if lowest < np.uint8(255):
             lowest += np.uint8(1)
             for level in range(depth):
-                place = level * cells + np.int64(mix(hashed + np.uint64(level + 1) * GOLDEN) % np.uint64(cells))
+                place = level * cells + np.int64(
+                    mix(hashed + np.uint64(level + 1) * GOLDEN) % np.uint64(cells)
+                )
                 own[place] = max(own[place], lowest)
         admitted[i] = lowest >= needed
 
 
 @compiled
 def touch(cells, capacities, seed, ids, step, rows, words):
-    """Before a step: rows of `ids` get the stamp `step`, expired ones too. `words` (uint64 (n,)) has the old ones; EMPTY, and ABSENT in `rows`, for
-    ids without a row."""
+    """Before a step: rows of `ids` get the stamp `step`, expired ones too. `words` (uint64 (n,)) has the old
+    ones; EMPTY, and ABSENT in `rows`, for ids without a row."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
         if i + AHEAD < len(ids):
@@ -175,9 +180,11 @@ def touch(cells, capacities, seed, ids, step, rows, words):
 
 
 @compiled
-def insert(cells, capacities, used, seed, ids, step, rows, admitted, chunks, shift, width, free, free_count, next_row):
-    """Cells and rows for admitted ids without one: rows from the list that begins with `free`, see `give_back`, then from `next_row` on. There is room
-    in all cells. Answers (free, free_count, next_row)."""
+def insert(
+    cells, capacities, used, seed, ids, step, rows, admitted, chunks, shift, width, free, free_count, next_row
+):
+    """Cells and rows for admitted ids without one: rows from the list that begins with `free`, see
+    `give_back`, then from `next_row` on. There is room in all cells. Answers (free, free_count, next_row)."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
         if rows[i] >= 0 or not admitted[i]:
@@ -201,8 +208,8 @@ def insert(cells, capacities, used, seed, ids, step, rows, admitted, chunks, shi
 
 @compiled
 def give_back(chunks, shift, width, rows, free):
-    """Rows that nobody has any more: each tells the one before in its own memory, so a list of them needs none. `free`: the last one until now, ABSENT:
-    there was none. Answers the last one."""
+    """Rows that nobody has any more: each tells the one before in its own memory, so a list of them needs
+    none. `free`: the last one until now, ABSENT: there was none. Answers the last one."""
     for i in range(len(rows)):
         link_at(chunks, shift, width, rows[i])[0] = np.int32(free)
         free = rows[i]
@@ -220,7 +227,8 @@ def take_free(chunks, shift, width, free, rows):
 
 @compiled
 def expired(address, capacity, version, ttl, keys, words):
-    """The cells of a slot that are expired at `version`, into `keys` (int64) and `words` (uint64); answers how many."""
+    """The cells of a slot that are expired at `version`, into `keys` (int64) and `words` (uint64); answers
+    how many."""
     own = cells_at(address, capacity)
     found = 0
     for i in range(capacity):
@@ -241,9 +249,10 @@ def remove(address, capacity, seed, keys):
 
 @compiled
 def leave(cells, capacities, used, seed, slots, first, needed, queues, stamps, heads, lengths, keys, words):
-    """Removes the rows of slots that were changed longest ago: `needed[k]` (it counts down) of each `slots[k]` from `first` on, as `queues[slot]` has them
-    in [heads[slot], lengths[slot]); one whose stamp is another than in `stamps` was changed since, and stays. Into `keys` and `words`. Answers the
-    first k that lacks some still, and how many were removed: `keys` is full, or the slot's queue is at its end."""
+    """Removes the rows of slots that were changed longest ago: `needed[k]` (it counts down) of each
+    `slots[k]` from `first` on, as `queues[slot]` has them in [heads[slot], lengths[slot]); one whose stamp is
+    another than in `stamps` was changed since, and stays. Into `keys` and `words`. Answers the first k that
+    lacks some still, and how many were removed: `keys` is full, or the slot's queue is at its end."""
     found = 0
     for k in range(first, len(slots)):
         slot = slots[k]
@@ -290,8 +299,9 @@ def restamp(address, capacity, later):
 
 @compiled
 def cells_between(address, capacity, seed, first, last, keys, words):
-    """The cells of a slot whose ids have the high halves [first, last) of their hash, into `keys` (int64) and `words` (uint64); answers how many. They lie behind the
-    cell where the search for the first of them begins, up to the first empty cell behind that of the last."""
+    """The cells of a slot whose ids have the high halves [first, last) of their hash, into `keys` (int64) and
+    `words` (uint64); answers how many. They lie behind the cell where the search for the first of them
+    begins, up to the first empty cell behind that of the last."""
     own = cells_at(address, capacity)
     begin, end = (
         start_of(np.uint64(first) << np.uint64(32), capacity),

@@ -1,8 +1,10 @@
-# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
-"""What the loops over ids and rows have in common: hashes, cells, words; compiled by numba into the loops themselves.
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False
+# mypy: check_untyped_defs=False, warn_return_any=False
+"""What the loops over ids and rows have in common: hashes, cells, words; compiled by numba into the loops
+themselves.
 
-numba keeps compiled loops on disk, and would look only at the file of a loop to see whether they are still good. What is in a loop comes from
-all files of this folder, so it looks at them all (`STAMP`).
+numba keeps compiled loops on disk, and would look only at the file of a loop to see whether they are still
+good. What is in a loop comes from all files of this folder, so it looks at them all (`STAMP`).
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:  # noqa: ARG001
 
 @intrinsic
 def fetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
-    """The cache line at an address will be needed soon: the processor reads it while the loop goes on. Any address will do."""
+    """The cache line at an address will be needed soon: the processor reads it while the loop goes on. Any
+    address will do."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         ir, place = cgutils.ir, cgutils.voidptr_t
@@ -66,7 +69,8 @@ def fetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 
 @intrinsic
 def touch_page(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
-    """Writes to an address without changing what is there, whoever writes to it meanwhile: 0 is replaced by 0, as one operation."""
+    """Writes to an address without changing what is there, whoever writes to it meanwhile: 0 is replaced by
+    0, as one operation."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         zero = cgutils.ir.Constant(cgutils.ir.IntType(32), 0)
@@ -86,8 +90,8 @@ STAMP = _stamp()
 
 
 def compiled(function: Any) -> Any:
-    """Compiled at the first call, by itself or as a part of another loop, and kept on disk: beside the module, in the user's cache folder, or
-    in NUMBA_CACHE_DIR."""
+    """Compiled at the first call, by itself or as a part of another loop, and kept on disk: beside the
+    module, in the user's cache folder, or in NUMBA_CACHE_DIR."""
     try:
         made = njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # none of these folders can be written: it is compiled in each process
@@ -181,7 +185,8 @@ def find_cell(cells, capacity, key, hashed):
 
 @compiled
 def remove_cell(cells, capacity, place, seed):
-    """Empties a cell; those behind it that would not be found any more move up (Knuth, volume 3, 6.4, algorithm R)."""
+    """Empties a cell; those behind it that would not be found any more move up (Knuth, volume 3, 6.4,
+    algorithm R)."""
     hole = i = place
     while True:
         i += 1
@@ -204,7 +209,8 @@ def remove_cell(cells, capacity, place, seed):
 
 @compiled
 def touched_word(word, step, hashed):
-    """The word of a row that step `step` changes. The frequency is a logarithm: it grows with a chance of one half to its power."""
+    """The word of a row that step `step` changes. The frequency is a logarithm: it grows with a chance of one
+    half to its power."""
     frequency = (word >> FREQUENCY_SHIFT) & FREQUENCY_MASK
     if frequency < np.uint64(31):
         chance = mix(hashed + np.uint64(step))

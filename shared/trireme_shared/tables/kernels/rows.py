@@ -1,5 +1,7 @@
-# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
-"""Loops over rows: initial values, lookups, steps; and over gradients and their ids: sums over an id's occurrences, means over lanes."""
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False
+# mypy: check_untyped_defs=False, warn_return_any=False
+"""Loops over rows: initial values, lookups, steps; and over gradients and their ids: sums over an id's
+occurrences, means over lanes."""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def gather(chunks, shift, width, seed, ids, rows, kind, scale, out):
 
 @compiled
 def touch(address, size):
-    """All pages of `size` bytes at `address` (int64, uint64; a multiple of 4), so that the system gives them now. Nothing in them changes."""
+    """All pages of `size` bytes at `address` (int64, uint64; a multiple of 4), so that the system gives them
+    now. Nothing in them changes."""
     for first in range(np.uint64(0), np.uint64(size), PAGE_BYTES):
         touch_page(address + first)
 
@@ -94,7 +97,8 @@ def lookup(cells, capacities, chunks, shift, width, seed, ids, version, ttl, kin
 
 @compiled
 def _update(kind, row, gradient, dim, s):
-    """One step of a row, in place; of Adagrad and Adam only the state. `s`: float32 scalars, see trireme_shared.tables.table.scalars_of."""
+    """One step of a row, in place; of Adagrad and Adam only the state. `s`: float32 scalars, see
+    trireme_shared.tables.table.scalars_of."""
     if kind == SGD:
         for j in range(dim):
             row[j] = fma(s[0], gradient[j], row[j])
@@ -148,9 +152,11 @@ def update(
     before,
     squares,
 ):
-    """One step of all rows. `words`: EMPTY for those without a past; what the others were goes into `before` (float32 (n, width)).
-    `fresh[i]`: the row begins with initial values, and with `state` (float32 (width - dim,)) as its optimizer's state. Adagrad and Adam put the numbers whose roots they
-    need into `squares` (float32 (n, dim)) and go on in `divide`: torch's root does not always round correctly, and theirs must be the same."""
+    """One step of all rows. `words`: EMPTY for those without a past; what the others were goes into `before`
+    (float32 (n, width)). `fresh[i]`: the row begins with initial values, and with `state` (float32 (width -
+    dim,)) as its optimizer's state. Adagrad and Adam put the numbers whose roots they need into `squares`
+    (float32 (n, dim)) and go on in `divide`: torch's root does not always round correctly, and theirs must be
+    the same."""
     dim = gradients.shape[1]
     for i in range(len(rows)):
         if i + AHEAD < len(rows) and rows[i + AHEAD] >= 0:
@@ -205,12 +211,14 @@ def write_rows(chunks, shift, width, rows, content):
             row[j] = content[i, j]
 
 
-# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False
+# mypy: check_untyped_defs=False, warn_return_any=False
 
 
 @compiled
 def segment_sums(order, starts, gradients, out):
-    """`out[k]` is the sum of `gradients[order[i]]` for i in [starts[k], starts[k + 1]), in this order; float32 (n, dim)."""
+    """`out[k]` is the sum of `gradients[order[i]]` for i in [starts[k], starts[k + 1]), in this order;
+    float32 (n, dim)."""
     dim = gradients.shape[1]
     address, size = np.uint64(gradients.ctypes.data), np.uint64(4 * dim)
     for k in range(len(starts) - 1):
@@ -227,8 +235,8 @@ def segment_sums(order, starts, gradients, out):
 
 @compiled
 def merge(left, right, i, j, out, k, most):
-    """Goes on with the union of two int64 arrays that ascend, each id once: from `left[i]` and `right[j]` on into `out[k]` and behind it, at most `most`
-    ids. Answers (i, j, k) afterwards."""
+    """Goes on with the union of two int64 arrays that ascend, each id once: from `left[i]` and `right[j]` on
+    into `out[k]` and behind it, at most `most` ids. Answers (i, j, k) afterwards."""
     last = min(k + most, len(out))
     while k < last and i < len(left) and j < len(right):
         a, b = left[i], right[j]
@@ -249,8 +257,9 @@ def merge(left, right, i, j, out, k, most):
 
 @compiled
 def places_among(own, first, ids, places):
-    """Where each of `ids` is in `own` (both int64, ascending), or ABSENT, into `places` (int64). `own[first]` is the first that can be there, and all from
-    there up to the last of `ids` are among these. Answers `first` for ids behind them."""
+    """Where each of `ids` is in `own` (both int64, ascending), or ABSENT, into `places` (int64). `own[first]`
+    is the first that can be there, and all from there up to the last of `ids` are among these. Answers
+    `first` for ids behind them."""
     for i in range(len(ids)):
         here = first < len(own) and own[first] == ids[i]
         places[i] = first if here else ABSENT
@@ -260,14 +269,15 @@ def places_among(own, first, ids, places):
 
 @compiled
 def add_into_tree(present, gradients, count, filled, nodes, counts):
-    """Puts a lane's sums into level 0 of the tree `nodes` (float32 (depth, n, dim)); see lanes.py. `present[i]`: which of the lane's rows
-    id i has, or ABSENT: then its gradient is zero. `filled`: bit k says that level k holds a left half, of `counts[k]` samples. Answers
-    `filled` afterwards."""
+    """Puts a lane's sums into level 0 of the tree `nodes` (float32 (depth, n, dim)); see lanes.py.
+    `present[i]`: which of the lane's rows id i has, or ABSENT: then its gradient is zero. `filled`: bit k
+    says that level k holds a left half, of `counts[k]` samples. Answers `filled` afterwards."""
     n, dim = nodes.shape[1], nodes.shape[2]
     level = 0
     while filled & (1 << level):
         level += 1
-    # the lane's node moves up through all left halves that wait, one id at a time, while its row is in the cache
+    # the lane's node moves up through all left halves that wait, one id at a time, while its row is in the
+    # cache
     for i in range(n):
         carry = nodes[level, i]
         if present[i] < 0:

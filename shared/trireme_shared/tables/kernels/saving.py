@@ -1,24 +1,38 @@
-# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
-"""Loops that make the records of a checkpoint: cells of slots and rows that were kept, by id, with their content.
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False
+# mypy: check_untyped_defs=False, warn_return_any=False
+"""Loops that make the records of a checkpoint: cells of slots and rows that were kept, by id, with their
+content.
 
-In all of them `ends[i]` says where what belongs to the i-th slot ends; it begins where that of the slot before ends.
+In all of them `ends[i]` says where what belongs to the i-th slot ends; it begins where that of the slot
+before ends.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from trireme_shared.tables.kernels.parts import AHEAD, EMPTY, ROW_MASK, cells_at, compiled, fetch_row, row_at, stamp_of
+from trireme_shared.tables.kernels.parts import (
+    AHEAD,
+    EMPTY,
+    ROW_MASK,
+    cells_at,
+    compiled,
+    fetch_row,
+    row_at,
+    stamp_of,
+)
 
 DIGITS, VALUES = 8, 256  # of an id, for sorting
 FEW = 48  # ids that are sorted by insertion
 SIGN, BYTE = np.uint64(1 << 63), np.uint64(255)
-WITHOUT_SIGN, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)  # float32 as int32: from there on infinite or NaN
+# float32 as int32: from there on infinite or NaN
+WITHOUT_SIGN, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
 @compiled
 def collect(cells, capacities, slots, version, after, keys, words, ends):
-    """The cells of `slots` (int64 (k,)) with stamps in (after, version] into `keys` (int64) and `words` (uint64), which have room for all cells."""
+    """The cells of `slots` (int64 (k,)) with stamps in (after, version] into `keys` (int64) and `words`
+    (uint64), which have room for all cells."""
     found = 0
     for i in range(len(slots)):
         slot = slots[i]
@@ -49,7 +63,8 @@ def _digit(key, digit):
 
 @compiled
 def sort_slots(keys, words, ends):
-    """Those of each slot by their ids, in place and stable: by one digit after the other, the last one first, without those that all ids share."""
+    """Those of each slot by their ids, in place and stable: by one digit after the other, the last one first,
+    without those that all ids share."""
     longest = first = 0
     for end in ends:
         longest, first = max(longest, end - first), end
@@ -87,10 +102,11 @@ def sort_slots(keys, words, ends):
 
 @compiled
 def merge(keys, words, ends, kept_keys, kept_words, kept_ends, ids, marks, places, counts):
-    """Cells and kept rows, each sorted, into one: `ids` (int64), `marks` (uint64, without a row), `places` (int64): the row of a cell, or -1 minus the number of a kept
-    row, which its word has instead. A kept row counts instead of a cell, and the first one of an id instead of others; if all were kept no cell counts: a slot that left and
-    came back may have other rows with stamps as old as these. `counts` (int64 (k,)): how many
-    each slot must have. Answers the first slot that has not, or k."""
+    """Cells and kept rows, each sorted, into one: `ids` (int64), `marks` (uint64, without a row), `places`
+    (int64): the row of a cell, or -1 minus the number of a kept row, which its word has instead. A kept row
+    counts instead of a cell, and the first one of an id instead of others; if all were kept no cell counts: a
+    slot that left and came back may have other rows with stamps as old as these. `counts` (int64 (k,)): how
+    many each slot must have. Answers the first slot that has not, or k."""
     first = kept_first = found = 0
     for slot in range(len(ends)):
         i, j, last = first, kept_first, found + counts[slot]
@@ -122,8 +138,9 @@ def merge(keys, words, ends, kept_keys, kept_words, kept_ends, ids, marks, place
 
 @compiled
 def to_records(chunks, shift, width, dim, ids, marks, places, kept, records, numbers, bits):
-    """The records of rows, or of those in `kept` (float32 (m, width)), into `records` (int64 (n, k)); `numbers` and `bits` are the same memory, float32 and int32
-    (n, 2 k). Answers whether the first `dim` numbers of all of them are finite."""
+    """The records of rows, or of those in `kept` (float32 (m, width)), into `records` (int64 (n, k));
+    `numbers` and `bits` are the same memory, float32 and int32 (n, 2 k). Answers whether the first `dim`
+    numbers of all of them are finite."""
     last, largest = numbers.shape[1] - 1, np.int32(0)
     for i in range(len(ids)):
         if i + AHEAD < len(ids) and places[i + AHEAD] >= 0:
@@ -141,7 +158,8 @@ def to_records(chunks, shift, width, dim, ids, marks, places, kept, records, num
 
 @compiled
 def put_right(ids, places, ends, kept_keys, kept_places, kept_ends, kept, numbers):
-    """Kept rows (float32 (m, width), those of `kept_keys` at `kept_places`) over what was read of them meanwhile; of an id the first one, and none over one that was kept already."""
+    """Kept rows (float32 (m, width), those of `kept_keys` at `kept_places`) over what was read of them
+    meanwhile; of an id the first one, and none over one that was kept already."""
     width = kept.shape[1]
     first = kept_first = 0
     for slot in range(len(ends)):

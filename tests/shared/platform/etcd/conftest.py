@@ -11,7 +11,15 @@ import pytest
 import pytest_asyncio
 
 from tests.equipment.etcd.real import embedded_etcd
-from tests.shared.platform.etcd.worlds import REAL, Outcomes, RealWorld, Scenario, SimulatedWorld, World, run_everywhere
+from tests.shared.platform.etcd.worlds import (
+    REAL,
+    Outcomes,
+    RealWorld,
+    Scenario,
+    SimulatedWorld,
+    World,
+    run_everywhere,
+)
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 
@@ -35,9 +43,13 @@ async def servers() -> AsyncIterator[Callable[[str], EmbeddedEtcd]]:
 
 
 @pytest_asyncio.fixture(params=["simulated", *REAL])
-async def world(request: pytest.FixtureRequest, servers: Callable[[str], EmbeddedEtcd]) -> AsyncIterator[World]:
+async def world(
+    request: pytest.FixtureRequest, servers: Callable[[str], EmbeddedEtcd]
+) -> AsyncIterator[World]:
     """A world whose etcd stays up."""
-    world = SimulatedWorld() if request.param == "simulated" else RealWorld(request.param, servers(request.param))
+    world = (
+        SimulatedWorld() if request.param == "simulated" else RealWorld(request.param, servers(request.param))
+    )
     try:
         yield world
     finally:
@@ -51,7 +63,9 @@ def etcd(world: World) -> Etcd:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def outcomes(
-    request: pytest.FixtureRequest, servers: Callable[[str], EmbeddedEtcd], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    servers: Callable[[str], EmbeddedEtcd],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Outcomes:
     """Runs every selected `everywhere` scenario, some at a time, and tells how each ended."""
     functions = [getattr(item, "function", None) for item in request.session.items]

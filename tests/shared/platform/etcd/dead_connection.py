@@ -1,6 +1,7 @@
 """In a network namespace of its own: the connection of a watch is dropped without a word, all others work.
 
-unshare --net python -m tests.shared.platform.etcd.dead_connection FOLDER      prints how long the watch took to notice it
+unshare --net python -m tests.shared.platform.etcd.dead_connection FOLDER
+    prints how long the watch took to notice it
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ LIMIT_S = 12.0
 
 def ports_to(port: int) -> set[int]:
     return {
-        each.laddr.port for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == port
+        each.laddr.port
+        for each in psutil.Process().net_connections("tcp")
+        if each.raddr and each.raddr.port == port
     }
 
 

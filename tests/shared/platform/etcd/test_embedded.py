@@ -50,7 +50,9 @@ async def test_its_garbage_collector_is_lazier_unless_the_user_says_otherwise(tm
     async with EmbeddedEtcd(tmp_path) as etcd:
         environment = psutil.Process(etcd.pid).environ()
         assert environment["GOGC"] == (given or embedded.GOGC)
-        assert not [name for name in environment if name.startswith("TRIREME_")], "etcd needs no token of ours"
+        assert not [name for name in environment if name.startswith("TRIREME_")], (
+            "etcd needs no token of ours"
+        )
 
 
 async def test_data_address_and_clients_survive_a_kill_and_a_restart(embedded_etcd):
@@ -172,7 +174,9 @@ async def test_it_listens_on_another_address_of_this_machine_and_asks_for_a_pass
 
 
 @pytest.mark.parametrize("done", [1, 4])
-async def test_a_first_start_that_was_interrupted_while_it_turned_users_on_is_ended_by_the_next(tmp_path, done):
+async def test_a_first_start_that_was_interrupted_while_it_turned_users_on_is_ended_by_the_next(
+    tmp_path, done
+):
     async with EmbeddedEtcd(tmp_path) as etcd:
         client = connect([etcd.url])
         for method, body in etcd_users.users("known")[:done]:

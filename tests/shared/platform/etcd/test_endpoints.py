@@ -148,7 +148,9 @@ def test_no_endpoint_and_unreadable_certificates_are_refused():
 
 async def test_a_cluster_of_three_goes_on_when_its_leader_is_killed(tmp_path):
     ports = free_ports(6)
-    members = [(f"n{i}", f"http://127.0.0.1:{ports[i]}", f"http://127.0.0.1:{ports[3 + i]}") for i in range(3)]
+    members = [
+        (f"n{i}", f"http://127.0.0.1:{ports[i]}", f"http://127.0.0.1:{ports[3 + i]}") for i in range(3)
+    ]
     cluster = ",".join(f"{name}={peer}" for name, _, peer in members)
     async with AsyncExitStack() as stack:
         processes = [

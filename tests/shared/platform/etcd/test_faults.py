@@ -235,7 +235,9 @@ def test_unknown_outcomes_at_random_never_break_compare_and_set():
                 done = have
                 try:
                     mod = kv.mod_revision if kv else 0
-                    await etcd.txn([Compare.mod(f"/{name}", "==", mod)], [Put(f"/{name}", str(have + 1).encode())])
+                    await etcd.txn(
+                        [Compare.mod(f"/{name}", "==", mod)], [Put(f"/{name}", str(have + 1).encode())]
+                    )
                 except OutcomeUnknown:
                     continue
 

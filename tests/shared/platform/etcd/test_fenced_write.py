@@ -20,7 +20,9 @@ def test_an_unanswered_write_is_logged_at_first_then_ever_more_rarely_and_once_w
         async def landed(_: TxnResult) -> int:
             return 0
 
-        write = FencedWrite(etcd, [Compare.create("/a", "==", 0)], [Put("/a", b"1")], [Get("/a")], landed, 1.0)
+        write = FencedWrite(
+            etcd, [Compare.create("/a", "==", 0)], [Put("/a", b"1")], [Get("/a")], landed, 1.0
+        )
         server.stop()
         writing = asyncio.ensure_future(write.until_answered(lambda: None, 0.2))
         await asyncio.sleep(75)

@@ -1,4 +1,5 @@
-"""A client that knew a newer revision notices that etcd was restored from an older backup; other clients do not."""
+"""A client that knew a newer revision notices that etcd was restored from an older backup; other clients do
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A quiet watch is not a broken one: against a cluster of three with default settings, which notifies of progress every ten minutes."""
+"""A quiet watch is not a broken one: against a cluster of three with default settings, which notifies of
+progress every ten minutes."""
 
 from __future__ import annotations
 
@@ -51,10 +52,14 @@ class Cluster:
 @pytest_asyncio.fixture
 async def cluster(tmp_path):
     ports = free_ports(6)
-    members = [(f"n{i}", f"http://127.0.0.1:{ports[i]}", f"http://127.0.0.1:{ports[3 + i]}") for i in range(3)]
+    members = [
+        (f"n{i}", f"http://127.0.0.1:{ports[i]}", f"http://127.0.0.1:{ports[3 + i]}") for i in range(3)
+    ]
     whole = ",".join(f"{name}={peer}" for name, _, peer in members)
     async with AsyncExitStack() as stack:
-        starts = [etcd_process(tmp_path, name, url, peer, whole, progress_s=None) for name, url, peer in members]
+        starts = [
+            etcd_process(tmp_path, name, url, peer, whole, progress_s=None) for name, url, peer in members
+        ]
         processes = [await stack.enter_async_context(start) for start in starts]
         cluster = Cluster([url for _, url, _ in members], processes)
         stack.push_async_callback(cluster.client.close)
@@ -112,6 +117,12 @@ def may_drop_packets() -> bool:
 def test_a_connection_that_is_dead_without_a_word_is_noticed_though_others_work(tmp_path):
     if not may_drop_packets():
         pytest.skip("needs network namespaces and iptables")
-    command = [*OWN_NETWORK, sys.executable, "-m", "tests.shared.platform.etcd.dead_connection", str(tmp_path)]
+    command = [
+        *OWN_NETWORK,
+        sys.executable,
+        "-m",
+        "tests.shared.platform.etcd.dead_connection",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "noticed after" in done.stdout, done.stdout + done.stderr

@@ -38,7 +38,14 @@ async def test_keys_are_text_and_values_are_bytes(world, etcd):
 
 @pytest.mark.parametrize(
     ("prefix", "end"),
-    [(b"a", b"b"), (b"/ps/", b"/ps0"), (b"a\xff", b"b"), (b"a\xff\xff", b"b"), (b"\xff", b"\0"), (b"", b"\0")],
+    [
+        (b"a", b"b"),
+        (b"/ps/", b"/ps0"),
+        (b"a\xff", b"b"),
+        (b"a\xff\xff", b"b"),
+        (b"\xff", b"\0"),
+        (b"", b"\0"),
+    ],
 )
 def test_the_end_of_a_prefix_carries(prefix, end):
     assert prefix_end(prefix) == end
@@ -81,10 +88,20 @@ async def test_compares_hold_as_their_relation_says(world, etcd):
     cases = []
     for make, held in ((Compare.create, created), (Compare.mod, modified), (Compare.version, 2)):
         for delta in (-1, 0, 1):
-            for relation, truth in (("==", delta == 0), ("!=", delta != 0), (">", delta < 0), ("<", delta > 0)):
+            for relation, truth in (
+                ("==", delta == 0),
+                ("!=", delta != 0),
+                (">", delta < 0),
+                ("<", delta > 0),
+            ):
                 cases.append((make(key, relation, held + delta), truth))
     for value in (b"l", b"m", b"n"):
-        for relation, truth in (("==", value == b"m"), ("!=", value != b"m"), (">", value < b"m"), ("<", value > b"m")):
+        for relation, truth in (
+            ("==", value == b"m"),
+            ("!=", value != b"m"),
+            (">", value < b"m"),
+            ("<", value > b"m"),
+        ):
             cases.append((Compare.value(key, relation, value), truth))
     cases += [
         (Compare.lease(key, "==", lease.id), True),
@@ -100,7 +117,9 @@ async def test_compares_hold_as_their_relation_says(world, etcd):
     ]
     results = await asyncio.gather(*[etcd.txn([compare], []) for compare, _ in cases])
     assert [r.succeeded for r in results] == [truth for _, truth in cases]
-    assert (await etcd.txn([cases[-1][0], Compare.create(missing, "==", 0)], [])).succeeded is False, "all must hold"
+    assert (await etcd.txn([cases[-1][0], Compare.create(missing, "==", 0)], [])).succeeded is False, (
+        "all must hold"
+    )
     await lease.revoke()
 
 
@@ -173,7 +192,11 @@ async def test_what_exceeds_etcds_limits_is_refused_before_it_is_sent_and_by_etc
     compares, success = make(world.key)
     with pytest.raises(LimitExceeded):
         await etcd.txn(compares, success)
-    body = {"compare": [c.body() for c in compares], "success": [request_op(op) for op in success], "failure": []}
+    body = {
+        "compare": [c.body() for c in compares],
+        "success": [request_op(op) for op in success],
+        "failure": [],
+    }
     with pytest.raises(LimitExceeded):
         await etcd.transport.call(TXN, body, 2.0)
     assert (await etcd.range(world.key, prefix=True)).count == 0

@@ -67,7 +67,9 @@ async def test_events_of_one_transaction_come_together(world, etcd):
     await etcd.put(world.key + "old", b"")
     async with Follower(etcd, world.key) as follower:
         await follower.until(lambda f: f.batches)
-        result = await etcd.txn([], [Put(world.key + "a", b"1"), Put(world.key + "b", b"2"), Delete(world.key + "old")])
+        result = await etcd.txn(
+            [], [Put(world.key + "a", b"1"), Put(world.key + "b", b"2"), Delete(world.key + "old")]
+        )
         await follower.until(lambda f: len(f.batches) == 2)
     batch = follower.batches[1]
     assert batch.revision == result.revision

@@ -1,4 +1,5 @@
-"""Worlds to test in: the simulated etcd and every real one at hand. The simulator is trusted only where they agree."""
+"""Worlds to test in: the simulated etcd and every real one at hand. The simulator is trusted only where they
+agree."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ Outcomes = dict[Scenario, BaseException | None]
 
 
 def everywhere(scenario: Scenario) -> Callable[[Outcomes], None]:
-    """A test that waits for time to pass: all of its kind run at once (fixture `outcomes`), each in all worlds.
+    """A test that waits for time to pass: all of its kind run at once (fixture `outcomes`), each in all
+    worlds.
 
     If the scenario's argument is called `breakable`, each world's etcd is its own, to be killed and frozen.
     """
@@ -124,7 +126,11 @@ def everywhere(scenario: Scenario) -> Callable[[Outcomes], None]:
             raise error
 
     test.scenario = scenario  # type: ignore[attr-defined]
-    test.__name__, test.__qualname__, test.__module__ = scenario.__name__, scenario.__qualname__, scenario.__module__
+    test.__name__, test.__qualname__, test.__module__ = (
+        scenario.__name__,
+        scenario.__qualname__,
+        scenario.__module__,
+    )
     return test
 
 

@@ -1,4 +1,5 @@
-"""A member's view of its job: current while etcd answers, stale while it does not, and current again afterwards."""
+"""A member's view of its job: current while etcd answers, stale while it does not, and current again
+afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import DeadlineExceeded
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import JobState, MasterAddress, Phase, PserverMember, SlotMap, TrainerList
+from trireme_shared.protocol.records import (
+    JobState,
+    MasterAddress,
+    Phase,
+    PserverMember,
+    SlotMap,
+    TrainerList,
+)
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec, Segment
 
 KEYS = Keys("job")
@@ -57,7 +65,10 @@ LAYOUT = Layout(
 def test_it_holds_what_was_there_before_and_what_came_after():
     async def main(scene):
         state = JobState(phase=Phase.RUNNING, generation=3)
-        trainers, slots = TrainerList(generation=3, lanes=8, names=("t", "u")), SlotMap(version=1, owners=(0, 1))
+        trainers, slots = (
+            TrainerList(generation=3, lanes=8, names=("t", "u")),
+            SlotMap(version=1, owners=(0, 1)),
+        )
         values = {
             KEYS.state: state.to_bytes(),
             KEYS.trainer_list: trainers.to_bytes(),

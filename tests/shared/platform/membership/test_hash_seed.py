@@ -48,7 +48,9 @@ def test_a_member_without_a_launcher_begins_again_with_a_fixed_seed_as_the_same_
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parametrize("path", ["trainer_agent/__main__.py", "master_service/__main__.py", "trireme/masterless.py"])
+@pytest.mark.parametrize(
+    "path", ["trainer_agent/__main__.py", "master_service/__main__.py", "trireme/masterless.py"]
+)
 def test_programs_that_import_scripts_fix_it_first(path):
     assert 'if __name__ == "__main__":\n    fix_hash_seed()\n' in (ROOT / path).read_text()
 

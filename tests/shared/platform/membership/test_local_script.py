@@ -1,4 +1,5 @@
-"""A job's script is found as a file of this host: from etcd by its digest, from a URL, or where its path says."""
+"""A job's script is found as a file of this host: from etcd by its digest, from a URL, or where its path
+says."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ async def test_a_file_that_was_changed_is_written_again(etcd, scripts):
 
 
 async def test_a_script_that_etcd_does_not_have_is_named(scripts):
-    with pytest.raises(InvalidArgument, match=f"etcd has no script {SOURCE.script}: /r/sources/{SOURCE.digest} does"):
+    with pytest.raises(
+        InvalidArgument, match=f"etcd has no script {SOURCE.script}: /r/sources/{SOURCE.digest} does"
+    ):
         await scripts.find(SOURCE.script, {})
 
 
@@ -74,7 +77,8 @@ async def test_what_is_no_script_is_refused(etcd, scripts):
 
 
 @pytest.mark.parametrize(
-    "script", ["source:", "source:abc/train.py", f"source:{'a' * 64}/../train.py", f"source:{'a' * 64}/x/y.py"]
+    "script",
+    ["source:", "source:abc/train.py", f"source:{'a' * 64}/../train.py", f"source:{'a' * 64}/x/y.py"],
 )
 async def test_a_source_that_names_none_is_refused(scripts, script):
     with pytest.raises(ValueError, match="names no source"):
@@ -94,7 +98,9 @@ async def test_a_script_or_a_module_that_changed_since_the_job_was_created_is_no
     for path in (script, module):
         content = path.read_text()
         path.write_text(f"{content}\nimport os")
-        with pytest.raises(ScriptChanged, match=f"{path} has changed since the job was created: its SHA-256 is"):
+        with pytest.raises(
+            ScriptChanged, match=f"{path} has changed since the job was created: its SHA-256 is"
+        ):
             await scripts.find(str(script), sources)
         assert await scripts.find(str(script), {}) == script, "a job of an earlier version has no digests"
         path.write_text(content)
@@ -107,14 +113,20 @@ async def test_a_path_is_taken_as_it_is_and_a_missing_one_names_the_host(scripts
     script = tmp_path / "mine.py"
     script.write_text("")
     assert await scripts.find(str(script), {}) == script
-    with pytest.raises(InvalidArgument, match=f"there is no script {tmp_path}/other.py on host {socket.gethostname()}"):
+    with pytest.raises(
+        InvalidArgument, match=f"there is no script {tmp_path}/other.py on host {socket.gethostname()}"
+    ):
         await scripts.find(str(tmp_path / "other.py"), {})
 
 
 async def test_a_script_at_a_url_is_read(scripts, tmp_path):
     fsspec.filesystem("memory").pipe_file("/scripts/far.py", b"x = 1\n")
     found = await scripts.find("memory://scripts/far.py", {})
-    assert (found.name, found.read_text(), found.is_relative_to(tmp_path / "sources")) == ("far.py", "x = 1\n", True)
+    assert (found.name, found.read_text(), found.is_relative_to(tmp_path / "sources")) == (
+        "far.py",
+        "x = 1\n",
+        True,
+    )
     for url in ("memory://scripts/near.py", "memory://scripts/far.txt", "memory://scripts/.."):
         fsspec.filesystem("memory").pipe_file("/scripts/far.txt", b"x = 1\n")
         with pytest.raises(InvalidArgument, match=f"{url} cannot be read on host"):

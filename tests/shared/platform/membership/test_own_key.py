@@ -210,8 +210,9 @@ OUTAGES = {
 
 @pytest.mark.parametrize("outage", list(OUTAGES))
 def test_what_is_set_while_the_lease_is_replaced_is_written_under_the_new_one(outage):
-    """Reads and writes of both cross in any order. A read that was answered before the key was created again said that it was
-    lost: nothing was written any more. A write under the old lease took the key away with that lease."""
+    """Reads and writes of both cross in any order. A read that was answered before the key was created again
+    said that it was lost: nothing was written any more. A write under the old lease took the key away with
+    that lease."""
     begins, ends = OUTAGES[outage]
 
     async def play(world: SimulatedEtcd, rng: random.Random) -> bool:

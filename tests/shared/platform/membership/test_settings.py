@@ -32,20 +32,30 @@ def test_no_service_listens_beyond_loopback_without_a_token(
         kind.from_environment()
     assert caught.value.code == CONFIGURATION
     said = capsys.readouterr().err
-    assert f"TRIREME_HOST: Value error, {host} lets other hosts reach this process, and no token protects it" in said
+    assert (
+        f"TRIREME_HOST: Value error, {host} lets other hosts reach this process, and no token protects it"
+        in said
+    )
     monkeypatch.setenv("TRIREME_TOKEN", "secret")
     assert kind.from_environment().host == host
 
 
 @pytest.mark.parametrize("kind", SERVICES)
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.9"])
-def test_loopback_needs_no_token(kind: type[MemberSettings], host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_needs_no_token(
+    kind: type[MemberSettings], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRIREME_HOST", host)
     assert kind.from_environment().host == host
 
 
 def test_a_service_answers_to_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"HOST": "0.0.0.0", "ADVERTISE": "10.0.0.7", "ALLOWED_HOSTS": "trireme.example, proxy", "TOKEN": "secret"}
+    given = {
+        "HOST": "0.0.0.0",
+        "ADVERTISE": "10.0.0.7",
+        "ALLOWED_HOSTS": "trireme.example, proxy",
+        "TOKEN": "secret",
+    }
     for name, value in given.items():
         monkeypatch.setenv(f"TRIREME_{name}", value)
     access = MasterSettings.from_environment().access

@@ -1,4 +1,5 @@
-"""The list of trainers and its changes: what members follow is short, and gives exactly the list that the master wrote."""
+"""The list of trainers and its changes: what members follow is short, and gives exactly the list that the
+master wrote."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_one_join_among_a_thousand_is_told_in_a_few_bytes():
 
 
 class Scene:
-    """A master that writes lists, and members that follow them; `reads`: how often a member read a whole list."""
+    """A master that writes lists, and members that follow them; `reads`: how often a member read a whole
+    list."""
 
     def __init__(self, rng):
         self.simulated = SimulatedEtcd(rng=rng, delay_s=(0.0005, 0.003))

@@ -27,7 +27,11 @@ def test_what_is_begun_is_on_record_until_it_is_done(journal):
     with journal.at(b"one"):
         with journal.at(b"another"):
             left = left_by(journal.path)
-            assert (left.process, set(left.works), left.hung) == ("trainer-0-ab12", {b"one", b"another"}, False)
+            assert (left.process, set(left.works), left.hung) == (
+                "trainer-0-ab12",
+                {b"one", b"another"},
+                False,
+            )
         assert left_by(journal.path).works == (b"one",)
     assert left_by(journal.path) is None
 
@@ -85,7 +89,9 @@ def test_without_a_journal_nothing_is_kept():
         pass
 
 
-@pytest.mark.parametrize("name", ["train.csv", "s3://bucket/" + "ä" * 400 + "/train.csv", 'a"b\\c', "100%/%d.csv"])
+@pytest.mark.parametrize(
+    "name", ["train.csv", "s3://bucket/" + "ä" * 400 + "/train.csv", 'a"b\\c', "100%/%d.csv"]
+)
 def test_a_work_is_read_as_it_was_written(name):
     work = BegunWork("17", 3, READING, name, 512, 64)
     text = work.to_bytes()

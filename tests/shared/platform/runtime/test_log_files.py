@@ -1,4 +1,5 @@
-"""Logs as their readers see them: the last lines, what comes, several files in the order of time, no tokens."""
+"""Logs as their readers see them: the last lines, what comes, several files in the order of time, no
+tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def write(path: Path, *lines: str) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
-    lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=60), max_size=30),
+    lines=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=60), max_size=30
+    ),
     count=st.integers(0, 35),
     block=st.integers(1, 64),
 )
@@ -77,7 +80,10 @@ def test_a_print_has_the_time_of_the_line_before_it_and_files_are_merged_by_time
     assert [line.member for line in since] == ["pserver-0", "trainer-0"]
     write(tmp_path / "pserver-0.log", "killed")
     write(tmp_path / "trainer-1.log", logged(5, "a new member"))
-    assert [(line.member, line.time[17:19]) for line in logs.news()] == [("pserver-0", "04"), ("trainer-1", "05")]
+    assert [(line.member, line.time[17:19]) for line in logs.news()] == [
+        ("pserver-0", "04"),
+        ("trainer-1", "05"),
+    ]
 
 
 def test_a_token_that_a_script_prints_is_not_shown(tmp_path: Path) -> None:

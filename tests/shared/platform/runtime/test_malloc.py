@@ -1,4 +1,5 @@
-"""Memory that goes back to the system: what is set, when it is left as it is, and that big pieces do go back."""
+"""Memory that goes back to the system: what is set, when it is left as it is, and that big pieces do go
+back."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_what_the_user_says_about_huge_pages_stays(before, after):
 @pytest.mark.parametrize(("wanted", "given", "back"), [("1", "True", 24), ("0", "False", 0)])
 def test_big_pieces_go_back_unless_huge_pages_are_refused(wanted, given, back):
     environment = {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={wanted}"}
-    done = subprocess.run([sys.executable, "-c", TOUCH], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", TOUCH], env=environment, capture_output=True, text=True, timeout=30
+    )
     assert done.stdout.split()[0] == given, done.stderr
     assert abs(int(done.stdout.split()[1]) - back) <= 2
 

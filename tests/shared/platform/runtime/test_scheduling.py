@@ -67,7 +67,9 @@ def batch() -> None:
 def test_a_service_s_loop_has_short_slices_and_the_threads_that_it_starts_do_not(chosen, slice_ns):
     command = [sys.executable, "-c", TELLS]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, preexec_fn=chosen).stdout
+        told = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60, preexec_fn=chosen
+        ).stdout
     except subprocess.SubprocessError as error:
         if chosen is not raised or type(error) is not subprocess.SubprocessError:  # that one: `chosen` failed
             raise

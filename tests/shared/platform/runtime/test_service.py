@@ -29,13 +29,23 @@ sys.exit(service.run(main, drain_s=float(sys.argv[2])))
 
 @pytest.mark.parametrize(
     ("writing_s", "drain_s", "signals", "code"),
-    [(0.2, 20, [signal.SIGTERM], 0), (60, 20, [signal.SIGTERM, signal.SIGINT], 130), (1, 0.1, [signal.SIGINT], 130)],
-    ids=["it drains", "a second signal ends it at once, whatever is being written", "it does not drain for ever"],
+    [
+        (0.2, 20, [signal.SIGTERM], 0),
+        (60, 20, [signal.SIGTERM, signal.SIGINT], 130),
+        (1, 0.1, [signal.SIGINT], 130),
+    ],
+    ids=[
+        "it drains",
+        "a second signal ends it at once, whatever is being written",
+        "it does not drain for ever",
+    ],
 )
 def test_a_service_that_is_asked_to_stop(writing_s, drain_s, signals, code):
     began = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-c", SERVICE, str(writing_s), str(drain_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", SERVICE, str(writing_s), str(drain_s)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         for number, word in zip(signals, (b"up\n", b"draining\n"), strict=False):

@@ -1,4 +1,5 @@
-"""What is bound to the log is in each line, whoever writes it; a line without it would be taken for one of the script."""
+"""What is bound to the log is in each line, whoever writes it; a line without it would be taken for one of
+the script."""
 
 from __future__ import annotations
 

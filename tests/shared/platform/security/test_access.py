@@ -1,4 +1,5 @@
-"""Which requests are admitted: by token and role, by the host that they name, by the page that they come from."""
+"""Which requests are admitted: by token and role, by the host that they name, by the page that they come
+from."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_the_address_at_which_a_connection_arrived_is_a_name() -> None:
     asked = replace(GET, host="192.168.7.7:8470")
     assert refusal(OPEN, asked) is UnknownHost
     assert refusal(OPEN, replace(asked, address="192.168.7.7")) is None
-    assert refusal(OPEN, replace(asked, address="::ffff:192.168.7.7")) is None, "an IPv6 socket that takes IPv4"
+    assert refusal(OPEN, replace(asked, address="::ffff:192.168.7.7")) is None, (
+        "an IPv6 socket that takes IPv4"
+    )
     assert refusal(OPEN, replace(GET, host="", address="")) is UnknownHost
 
 
@@ -79,7 +82,12 @@ def test_writes_for_other_sites_are_refused_by_what_the_browser_says(site: str) 
 
 @pytest.mark.parametrize(
     "content_type",
-    ["text/plain", "Text/Plain; charset=utf-8", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"],
+    [
+        "text/plain",
+        "Text/Plain; charset=utf-8",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+    ],
 )
 def test_what_forms_send_is_refused(content_type: str) -> None:
     assert refusal(OPEN, replace(POST, content_type=content_type)) is UnsupportedMediaType
@@ -113,7 +121,9 @@ def test_a_role_that_is_not_enough_is_another_refusal_than_no_token(monkeypatch:
 
 def test_the_token_never_stands_in_a_refusal() -> None:
     with pytest.raises(Unauthorized) as caught:
-        Access.of(Tokens(given="secret")).admit(replace(GET, authorization="Bearer almost-secret"), Role.VIEWER)
+        Access.of(Tokens(given="secret")).admit(
+            replace(GET, authorization="Bearer almost-secret"), Role.VIEWER
+        )
     assert "almost-secret" not in str(caught.value.to_map())
 
 

@@ -45,8 +45,15 @@ def test_folders_and_files_are_private_from_the_start(tmp_path, no_later_chmod):
     files.write_bytes(str(tmp_path / "storage" / "checkpoints" / "part"), b"values")
     with files.write_atomic(str(tmp_path / "storage" / "model")) as model:
         model.write(b"values")
-        assert [mode(each) for each in (tmp_path / "storage").glob(".model*")] == [0o600], "also before it is complete"
-    written = (folder / "spec.json", folder / "log", tmp_path / "storage/checkpoints/part", tmp_path / "storage/model")
+        assert [mode(each) for each in (tmp_path / "storage").glob(".model*")] == [0o600], (
+            "also before it is complete"
+        )
+    written = (
+        folder / "spec.json",
+        folder / "log",
+        tmp_path / "storage/checkpoints/part",
+        tmp_path / "storage/model",
+    )
     assert [mode(each) for each in written] == [0o600] * 4
     assert mode(tmp_path / "storage") == mode(tmp_path / "storage/checkpoints") == 0o700
     assert (folder / "log").read_bytes() == b"line\n"

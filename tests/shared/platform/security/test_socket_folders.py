@@ -1,4 +1,5 @@
-"""Folders for sockets: those of living processes stay, those of dead ones are removed by anybody of this user."""
+"""Folders for sockets: those of living processes stay, those of dead ones are removed by anybody of this
+user."""
 
 from __future__ import annotations
 

@@ -62,7 +62,9 @@ def test_members_with_the_files_of_one_authority_understand_each_other(folder: P
     assert shaken_hands(mutual, mutual)
 
 
-def test_another_name_another_authority_and_a_missing_certificate_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_another_name_another_authority_and_a_missing_certificate_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     tls = files_in(folder)
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         shaken_hands(tls, tls, "elsewhere")
@@ -200,7 +202,9 @@ def test_trireme_certs_renews_a_certificate_for_the_same_hosts(tmp_path: Path) -
     runner, folder = CliRunner(), tmp_path / "tls"
     assert runner.invoke(app, ["certs", str(folder), "--renew"]).exit_code == 2
     assert not folder.exists()
-    assert runner.invoke(app, ["certs", str(folder), "--host", "a.example", "--host", "10.0.0.5"]).exit_code == 0
+    assert (
+        runner.invoke(app, ["certs", str(folder), "--host", "a.example", "--host", "10.0.0.5"]).exit_code == 0
+    )
     before, key = (folder / "trireme.pem").read_bytes(), (folder / "trireme-key.pem").read_bytes()
     told = runner.invoke(app, ["certs", str(folder), "--renew", "--host", "b.example", "--json"])
     assert told.exit_code == 0, told.output

@@ -1,4 +1,5 @@
-"""The tokens of a run: who can read them, rotation while services and members go on, commands at the same time."""
+"""The tokens of a run: who can read them, rotation while services and members go on, commands at the same
+time."""
 
 from __future__ import annotations
 
@@ -75,12 +76,16 @@ def test_a_given_token_is_one_more_of_an_admin_until_a_start_without_it(folder: 
         table = Tokens(folder.table)
         assert folder.token(Role.ADMIN) == own
         found = {token: table.role_of(token) for token in ("first", "second", own)}
-        assert found == {"first": None, "second": None, own: Role.ADMIN} | ({given: Role.ADMIN} if given else {})
+        assert found == {"first": None, "second": None, own: Role.ADMIN} | (
+            {given: Role.ADMIN} if given else {}
+        )
     with pytest.raises(Conflict):
         folder.create(GIVEN, Role.VIEWER)
 
 
-def test_a_rotation_is_seen_by_services_and_members_without_a_gap(folder: TokenFolder, clocks: Clocks) -> None:
+def test_a_rotation_is_seen_by_services_and_members_without_a_gap(
+    folder: TokenFolder, clocks: Clocks
+) -> None:
     service, member = Tokens(folder.table), OwnToken(file=folder.file(Role.MEMBER))
     old = member()
     clocks.go_on(0.5)  # less than the time after which they look again
@@ -110,7 +115,9 @@ def test_a_revoked_token_is_refused_and_those_of_the_roles_are_only_rotated(
         folder.revoke(Role.MEMBER)
 
 
-def test_a_token_for_some_time_keeps_its_length_when_it_is_rotated(folder: TokenFolder, clocks: Clocks) -> None:
+def test_a_token_for_some_time_keeps_its_length_when_it_is_rotated(
+    folder: TokenFolder, clocks: Clocks
+) -> None:
     service = Tokens(folder.table)
     first = folder.create("guest", Role.VIEWER, valid_s=100)
     with pytest.raises(Conflict, match="there is a token guest already"):
@@ -146,7 +153,9 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> N
         TokenFolder(tmp_path / "run").prepare()
 
 
-def test_a_members_token_file_that_goes_away_leaves_what_was_read(folder: TokenFolder, clocks: Clocks) -> None:
+def test_a_members_token_file_that_goes_away_leaves_what_was_read(
+    folder: TokenFolder, clocks: Clocks
+) -> None:
     member = OwnToken(file=folder.file(Role.MEMBER))
     before = member()
     folder.file(Role.MEMBER).unlink()

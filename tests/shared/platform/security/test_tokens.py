@@ -11,7 +11,14 @@ import pytest
 
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import tokens
-from trireme_shared.platform.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of, new_token
+from trireme_shared.platform.security.tokens import (
+    Role,
+    TokenRecord,
+    Tokens,
+    TokenTable,
+    digest_of,
+    new_token,
+)
 from trireme_shared.protocol.errors import InvalidArgument
 
 
@@ -40,7 +47,14 @@ def test_each_token_has_its_role_and_others_have_none(tmp_path: Path) -> None:
     path = write(tmp_path / "t", *(record(role, role, token) for role, token in given.items()))
     table = Tokens(path)
     assert {role: table.role_of(token) for role, token in given.items()} == {role: role for role in Role}
-    for stranger in ("", "x", digest_of(given[Role.ADMIN]), given[Role.ADMIN][:-1], new_token(Role.ADMIN), "\udcff"):
+    for stranger in (
+        "",
+        "x",
+        digest_of(given[Role.ADMIN]),
+        given[Role.ADMIN][:-1],
+        new_token(Role.ADMIN),
+        "\udcff",
+    ):
         assert table.role_of(stranger) is None
     assert all(token not in path.read_text() for token in given.values()), "the file holds hashes"
 
@@ -48,7 +62,9 @@ def test_each_token_has_its_role_and_others_have_none(tmp_path: Path) -> None:
 def test_tokens_are_long_random_and_tell_their_role() -> None:
     made = {new_token(Role.VIEWER) for _ in range(100)}
     assert len(made) == 100
-    assert all(token.startswith("trireme_viewer_") and len(token) == len("trireme_viewer_") + 43 for token in made)
+    assert all(
+        token.startswith("trireme_viewer_") and len(token) == len("trireme_viewer_") + 43 for token in made
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +132,12 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_table_is_refused_without_showing_it(tmp_path: Path) -> None:
     path = tmp_path / "t"
     secret = "trireme_admin_plain"  # as if a token itself had been written where its hash belongs
-    for content in ("", "{", json.dumps({"tokens": [{"name": "a", "role": "admin", "sha256": secret}]}), "[]"):
+    for content in (
+        "",
+        "{",
+        json.dumps({"tokens": [{"name": "a", "role": "admin", "sha256": secret}]}),
+        "[]",
+    ):
         path.write_text(content)
         path.chmod(0o600)
         with pytest.raises(InvalidArgument, match="is no table of tokens") as caught:

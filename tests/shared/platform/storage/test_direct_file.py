@@ -68,13 +68,27 @@ def test_all_bytes_arrive(tmp_path, request, size, system):
 
 @pytest.mark.parametrize("system", [None, "refusing", "half_refusing"])
 def test_lent_memory_is_a_part_of_the_file_where_it_was_lent(tmp_path, request, system):
-    """Pieces in every order: lent ones, written ones, some after which nothing is lent, and one that is larger than what can be lent."""
+    """Pieces in every order: lent ones, written ones, some after which nothing is lent, and one that is
+    larger than what can be lent."""
     if system is not None:
         request.getfixturevalue(system)
     chosen, path = random.Random(5), tmp_path / "file"
     lent, content = 0, []
     with DirectFile(path) as file:
-        for size in (8, EARLY_BYTES - 8, 4088, 24, BUFFER_BYTES, EARLY_BYTES + 16, 5, 16, 3, LARGEST_LENT, 8, 40):
+        for size in (
+            8,
+            EARLY_BYTES - 8,
+            4088,
+            24,
+            BUFFER_BYTES,
+            EARLY_BYTES + 16,
+            5,
+            16,
+            3,
+            LARGEST_LENT,
+            8,
+            40,
+        ):
             content.append(chosen.randbytes(size))
             place = file.lend(size)
             if place is None:

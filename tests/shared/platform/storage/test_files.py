@@ -54,7 +54,9 @@ def test_readers_see_the_old_or_the_new_file_never_a_part(tmp_path):
     url = str(tmp_path / "file")
     contents = {bytes([n]) * 100_000 for n in range(2)}
     files.write_bytes(url, min(contents))
-    writers = [threading.Thread(target=lambda c=c: [files.write_bytes(url, c) for _ in range(20)]) for c in contents]
+    writers = [
+        threading.Thread(target=lambda c=c: [files.write_bytes(url, c) for _ in range(20)]) for c in contents
+    ]
     for writer in writers:
         writer.start()
     seen = {files.read_bytes(url) for _ in range(100)}
@@ -87,7 +89,9 @@ def test_an_unknown_protocol_is_told():
         files.expand("nosuch://x")
 
 
-@pytest.mark.parametrize("error", [OSError("disk on fire"), ValueError("disk on fire"), KeyError("disk on fire")])
+@pytest.mark.parametrize(
+    "error", [OSError("disk on fire"), ValueError("disk on fire"), KeyError("disk on fire")]
+)
 def test_reading_turns_what_goes_wrong_into_one_error_with_the_url(error):
     with (
         pytest.raises(DatasetError, match=r"u cannot be read as Parquet: .*disk on fire") as caught,

@@ -1,4 +1,5 @@
-"""The URL of a file that was found by a URL or a glob: it opens the same way, by every protocol that fsspec knows."""
+"""The URL of a file that was found by a URL or a glob: it opens the same way, by every protocol that fsspec
+knows."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ ELSEWHERE = [
 
 
 def importable() -> list[str]:
-    """Protocols whose classes can be imported. The others need a package of their own; `generic` only tells which other one to ask,
-    and a URL of `gist` names files, never a pattern."""
+    """Protocols whose classes can be imported. The others need a package of their own; `generic` only tells
+    which other one to ask, and a URL of `gist` names files, never a pattern."""
     found = []
     for protocol in sorted(set(known_implementations) - {"file", "local", "generic", "gist"}):
         try:
@@ -140,7 +141,9 @@ def test_a_dataset_is_counted_and_read_by_http(server, name):
 
 
 def test_a_server_that_fails_is_no_missing_file(server):
-    with pytest.raises(StorageUnreachable, match=r"broken.csv cannot be read now: its storage does not answer"):
+    with pytest.raises(
+        StorageUnreachable, match=r"broken.csv cannot be read now: its storage does not answer"
+    ):
         count_records(Csv(f"{server}/broken.csv"), 20)
     with pytest.raises(DatasetError, match=r"none.csv does not exist"):
         count_records(Csv(f"{server}/none.csv"), 20)

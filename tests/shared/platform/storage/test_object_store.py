@@ -1,4 +1,5 @@
-"""Files on S3, by real HTTP: whole objects or none, nothing left of what failed, errors that say what to do."""
+"""Files on S3, by real HTTP: whole objects or none, nothing left of what failed, errors that say what to
+do."""
 
 from __future__ import annotations
 
@@ -66,7 +67,10 @@ def test_until_then_readers_see_the_old_object(s3: S3Server):
 
 
 def test_a_writer_that_fails_leaves_no_object_and_no_upload(s3: S3Server):
-    with pytest.raises(RuntimeError, match="half way"), files.write_atomic(files.join(s3.url, "part")) as file:
+    with (
+        pytest.raises(RuntimeError, match="half way"),
+        files.write_atomic(files.join(s3.url, "part")) as file,
+    ):
         file.write(bytes(2 * PART))
         raise RuntimeError("half way")
     del file
@@ -85,7 +89,9 @@ def test_a_part_or_an_end_that_is_refused_leaves_no_object_and_no_upload(s3: S3S
 def test_a_server_that_stumbles_is_asked_again(s3: S3Server):
     stumbles = ["PUT"]
     s3.before = lambda environ: (
-        ("503 Slow Down", refusal("SlowDown")) if stumbles and environ["REQUEST_METHOD"] == stumbles.pop() else None
+        ("503 Slow Down", refusal("SlowDown"))
+        if stumbles and environ["REQUEST_METHOD"] == stumbles.pop()
+        else None
     )
     files.write_bytes(files.join(s3.url, "a"), b"x")
     assert (s3.objects(), stumbles) == (["a"], [])
@@ -149,7 +155,9 @@ def test_a_place_that_can_be_written_passes_and_nothing_is_left(s3: S3Server):
 
 @pytest.mark.parametrize("work", [files.check_writable, files.names, files.remove_tree, files.sweep])
 def test_a_bucket_that_is_missing(s3: S3Server, work):
-    with pytest.raises(FileNotFoundError, match=r"there is no bucket .nowhere. at http://127\.0\.0\.1:.*create it, or"):
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no bucket .nowhere. at http://127\.0\.0\.1:.*create it, or"
+    ):
         work("s3://nowhere/runs")
     assert not [request for request in s3.requests if request == "PUT /nowhere?"], "nobody creates a bucket"
 
@@ -157,7 +165,9 @@ def test_a_bucket_that_is_missing(s3: S3Server, work):
 @pytest.mark.parametrize("work", [files.check_writable, files.names, files.read_bytes, files.size])
 def test_access_that_is_denied(s3: S3Server, work):
     s3.enforce_permissions()
-    with pytest.raises(PermissionError, match=r"http://127.0.0.1:\d+ refuses access to tester \(.*check key, secret"):
+    with pytest.raises(
+        PermissionError, match=r"http://127.0.0.1:\d+ refuses access to tester \(.*check key, secret"
+    ):
         work(files.join(s3.url, "runs"))
 
 
@@ -185,7 +195,8 @@ def test_an_endpoint_that_refuses_connections(s3: S3Server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     before = time.monotonic()
     with pytest.raises(
-        ConnectionError, match=rf"no answer from http://127.0.0.1:{port} in 3 attempts .* see AWS_ENDPOINT_URL"
+        ConnectionError,
+        match=rf"no answer from http://127.0.0.1:{port} in 3 attempts .* see AWS_ENDPOINT_URL",
     ):
         files.check_writable(s3.url)
     assert time.monotonic() - before < 20
@@ -206,7 +217,9 @@ def test_without_the_extra_the_message_says_what_to_install():
         "try:\n    files.names('s3://bucket/x')\n"
         "except Exception as error:\n    print(type(error).__name__, error, error.hint, sep='|')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     kind, message, hint = done.stdout.strip().split("|")
     assert (kind, hint) == (InvalidArgument.__name__, "pip install 'trireme[s3]'")
     assert message == "s3:// needs s3fs, which is not installed"

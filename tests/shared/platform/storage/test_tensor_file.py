@@ -1,4 +1,5 @@
-"""safetensors streams: the library reads what is written here and the other way round; whatever is broken is refused."""
+"""safetensors streams: the library reads what is written here and the other way round; whatever is broken is
+refused."""
 
 from __future__ import annotations
 
@@ -29,12 +30,18 @@ def view(tensor):
 
 
 def written(path, checksum="xxh3-128"):
-    items = [(Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)), view(t)) for n, t in TENSORS.items()]
+    items = [
+        (Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)), view(t)) for n, t in TENSORS.items()
+    ]
     return tensor_file.write(str(path), {"step": "7"}, items, checksum=checksum)
 
 
 def hexdigest(checksum, content):
-    return xxhash.xxh3_128_hexdigest(content) if checksum == "xxh3-128" else hashlib.new(checksum, content).hexdigest()
+    return (
+        xxhash.xxh3_128_hexdigest(content)
+        if checksum == "xxh3-128"
+        else hashlib.new(checksum, content).hexdigest()
+    )
 
 
 def read(path, checksum="xxh3-128"):
@@ -57,7 +64,10 @@ def test_the_library_reads_what_is_written(tmp_path):
     summary = written(tmp_path / "x.safetensors")
     content = (tmp_path / "x.safetensors").read_bytes()
     assert same(safetensors.torch.load_file(tmp_path / "x.safetensors"), TENSORS)
-    assert (summary.checksum, summary.bytes) == (f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}", len(content))
+    assert (summary.checksum, summary.bytes) == (
+        f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}",
+        len(content),
+    )
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"step": "7"}
 
@@ -87,16 +97,20 @@ def test_a_tensor_of_several_chunks_goes_whole_through_the_checksum(tmp_path):
     value = torch.arange(3 * tensor_file.CHUNK_BYTES // 4 + 5, dtype=torch.float32)
     path = tmp_path / "x"
     view = memoryview(value.view(torch.uint8).numpy())
-    summary = tensor_file.write(str(path), {}, [(tensor_file.Entry("a", "float32", tuple(value.shape)), view)])
+    summary = tensor_file.write(
+        str(path), {}, [(tensor_file.Entry("a", "float32", tuple(value.shape)), view)]
+    )
     assert summary.checksum == f"xxh3-128:{xxhash.xxh3_128_hexdigest(path.read_bytes())}"
     assert tensor_file.read(str(path), lambda _: None) == summary
 
 
 @pytest.mark.parametrize(("url", "lends"), [("{folder}/y", True), ("memory://made/y", False)])
 def test_tensors_that_are_made_in_the_files_own_memory_are_the_same_file(tmp_path, url, lends):
-    """A local file lends them memory; one that is too large for it, or has no such memory, is written from their own."""
+    """A local file lends them memory; one that is too large for it, or has no such memory, is written from
+    their own."""
     values = [
-        torch.arange(count, dtype=torch.int64) for count in (3, 1 << 17, LARGEST_LENT // 8, LARGEST_LENT // 8 + 1)
+        torch.arange(count, dtype=torch.int64)
+        for count in (3, 1 << 17, LARGEST_LENT // 8, LARGEST_LENT // 8 + 1)
     ]
     entries = [Entry(f"t{number}", "int64", (len(value),)) for number, value in enumerate(values)]
     places = []

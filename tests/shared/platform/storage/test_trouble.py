@@ -1,4 +1,5 @@
-"""Whose fault an error of reading is: the data's, or the machine's or storage's. Only the first may cost records."""
+"""Whose fault an error of reading is: the data's, or the machine's or storage's. Only the first may cost
+records."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def test_a_disk_that_fails_while_a_file_is_decompressed_is_no_damage_of_the_file
         def readinto(self, _):
             raise os_error("EIO")
 
-    monkeypatch.setattr("trireme_shared.platform.storage.compressed.files.open_read", lambda _: nullcontext(Failing()))
+    monkeypatch.setattr(
+        "trireme_shared.platform.storage.compressed.files.open_read", lambda _: nullcontext(Failing())
+    )
     for name in ("x.csv.gz", "x.csv.bz2", "x.csv.xz", "x.csv.zst"):
         with pytest.raises(ResourceExhausted, match=f"{name} cannot be read now"), scanning(name) as source:
             source.read()
@@ -96,10 +99,14 @@ def test_readers_keep_a_share_of_what_a_process_may_open(monkeypatch):
 
 def test_a_service_raises_its_soft_limit_to_the_hard_one():
     program = (
-        "import resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "import resource\nhard = "
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, "
+        "(64, hard))\n"
         "async def main(_):\n    print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n    return 0\n"
         "from trireme_shared.platform.runtime import service\nservice.run(main)\n"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     soft, hard = map(int, told.stdout.split())
     assert soft == (OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES))

@@ -1,4 +1,5 @@
-"""The frame codec: golden bytes, any msgpack library reads them, any cut of the stream gives the same events."""
+"""The frame codec: golden bytes, any msgpack library reads them, any cut of the stream gives the same
+events."""
 
 import io
 from contextlib import suppress
@@ -21,7 +22,9 @@ LIMITS = Limits(payload_bytes=1 << 16, blocks=16, header_bytes=4096, block_heade
 
 names = st.text(max_size=8)
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | names
-fields = st.dictionaries(names.filter(lambda name: name != "end"), scalars | st.lists(scalars, max_size=4), max_size=5)
+fields = st.dictionaries(
+    names.filter(lambda name: name != "end"), scalars | st.lists(scalars, max_size=4), max_size=5
+)
 blocks = st.lists(st.tuples(fields, st.binary(max_size=400)), max_size=5)
 
 
@@ -52,16 +55,16 @@ def cut(body: bytes, places: list[int]) -> list[bytes]:
 
 def test_golden_bytes_of_a_body():
     body = body_of(
-        {"step": 7, "job": "ctr"}, [({"block": 3, "lanes": [0, 2], "count": 8}, b"\x01\x02\x03\x04")], {"code": "OK"}
+        {"step": 7, "job": "ctr"},
+        [({"block": 3, "lanes": [0, 2], "count": 8}, b"\x01\x02\x03\x04")],
+        {"code": "OK"},
     )
-    assert (
-        body.hex(" ")
-        == (
-            "82 a4 73 74 65 70 07 a3 6a 6f 62 a3 63 74 72 "  # {"step": 7, "job": "ctr"}
-            "92 83 a5 62 6c 6f 63 6b 03 a5 6c 61 6e 65 73 92 00 02 a5 63 6f 75 6e 74 08 "  # [{"block": 3, "lanes": [0, 2], "count": 8},
-            "c4 04 01 02 03 04 "  # bin of 4 bytes]
-            "82 a3 65 6e 64 c3 a4 63 6f 64 65 a2 4f 4b"  # {"end": true, "code": "OK"}
-        )
+    assert body.hex(" ") == (
+        "82 a4 73 74 65 70 07 a3 6a 6f 62 a3 63 74 72 "  # {"step": 7, "job": "ctr"}
+        # [{"block": 3, "lanes": [0, 2], "count": 8},
+        "92 83 a5 62 6c 6f 63 6b 03 a5 6c 61 6e 65 73 92 00 02 a5 63 6f 75 6e 74 08 "
+        "c4 04 01 02 03 04 "  # bin of 4 bytes]
+        "82 a3 65 6e 64 c3 a4 63 6f 64 65 a2 4f 4b"  # {"end": true, "code": "OK"}
     )
 
 
@@ -79,7 +82,9 @@ def test_any_cut_of_what_a_msgpack_library_writes_is_read(header, items, end, pl
 
 
 def test_byte_by_byte_gives_the_same_events():
-    items = [({"block": number}, bytes([number]) * size) for number, size in enumerate([0, 1, 255, 256, 65535])]
+    items = [
+        ({"block": number}, bytes([number]) * size) for number, size in enumerate([0, 1, 255, 256, 65535])
+    ]
     body = body_of({"a": "x" * 300}, items, {"code": "OK"})
     assert decoded(bytes([byte]) for byte in body) == ({"a": "x" * 300}, items, {"code": "OK"})
 
@@ -174,7 +179,10 @@ def test_what_is_not_the_protocol_is_a_bad_frame(body, message):
         (msgpack.packb({"a": "x" * 5000}), "header of|exceeds max"),
         (b"\x81\xa1a\xdb\x00\x00\x20\x00" + b"x" * 5000, "header of|exceeds max"),
         (msgpack.packb({}) + msgpack.packb([{"a": "x" * 600}, b""]), "header of|exceeds max"),
-        (msgpack.packb({}) + msgpack.packb([{}, bytes((1 << 16) + 1)]), "payload of 65537 bytes: the limit is 65536"),
+        (
+            msgpack.packb({}) + msgpack.packb([{}, bytes((1 << 16) + 1)]),
+            "payload of 65537 bytes: the limit is 65536",
+        ),
         (msgpack.packb({}) + b"\x92\x80\xc6\xff\xff\xff\xff", "payload of 4294967295 bytes"),
         (msgpack.packb({}) + msgpack.packb([{}, b""]) * 17, "more than 16 blocks"),
     ],
@@ -218,7 +226,16 @@ def test_damaged_bodies_are_read_or_refused(damage, places):
 @given(
     st.lists(
         st.sampled_from(
-            [b"\x80", b"\x92", b"\x81\xa1a", b"\xc4\x02ab", b"\x91", b"\xde\x00\x01", b"\xc6\x00\x00\x00\x01", b"\xa1a"]
+            [
+                b"\x80",
+                b"\x92",
+                b"\x81\xa1a",
+                b"\xc4\x02ab",
+                b"\x91",
+                b"\xde\x00\x01",
+                b"\xc6\x00\x00\x00\x01",
+                b"\xa1a",
+            ]
         ),
         max_size=30,
     )
@@ -247,7 +264,8 @@ def test_a_record_with_wrong_fields_names_them():
 
 
 def events_of(decoder, body, piece):
-    """Read as a transport does: straight into `vacant` where a payload is due, else `piece` bytes at a time."""
+    """Read as a transport does: straight into `vacant` where a payload is due, else `piece` bytes at a
+    time."""
     found, at = [], 0
     while at < len(body):
         vacant = decoder.vacant
@@ -277,7 +295,9 @@ def test_an_endless_stream_gives_maps_and_blocks_in_any_order(items, piece):
 
 @given(st.lists(st.tuples(st.booleans(), st.binary(max_size=400)), max_size=8), st.integers(1, 700))
 def test_payloads_that_nobody_wants_are_skipped(items, piece):
-    body = b"".join(codec.encode_block({"wanted": wanted}, len(payload)) + payload for wanted, payload in items)
+    body = b"".join(
+        codec.encode_block({"wanted": wanted}, len(payload)) + payload for wanted, payload in items
+    )
     decoder = Decoder(
         LIMITS, lambda header, size: memoryview(bytearray(size)) if header["wanted"] else None, endless=True
     )
@@ -303,7 +323,9 @@ def test_the_second_map_of_a_stream_has_the_limit_of_a_header():
 sizes = st.sampled_from([0, 5, 200, 60_000])
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 3), sizes), max_size=30), st.lists(st.integers(0)))
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 3), sizes), max_size=30), st.lists(st.integers(0))
+)
 def test_headers_that_come_again_are_recognised_and_say_the_same(items, places):
     prepared = []
 
@@ -311,10 +333,14 @@ def test_headers_that_come_again_are_recognised_and_say_the_same(items, places):
         prepared.append(header)
         return header["block"], header["count"]
 
-    body = b"".join(codec.encode_block({"block": b, "count": c}, size) + bytes([c]) * size for b, c, size in items)
+    body = b"".join(
+        codec.encode_block({"block": b, "count": c}, size) + bytes([c]) * size for b, c, size in items
+    )
     decoder = Decoder(LIMITS, endless=True, prepare=prepare)
     found = [event for piece in cut(body, places) for event in decoder.feed(piece)]
-    assert [(event.header, bytes(event.payload)) for event in found] == [((b, c), bytes([c]) * s) for b, c, s in items]
+    assert [(event.header, bytes(event.payload)) for event in found] == [
+        ((b, c), bytes([c]) * s) for b, c, s in items
+    ]
     if not places:
         assert len(prepared) == len(set(items))
 

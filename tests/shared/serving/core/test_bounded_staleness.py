@@ -72,7 +72,8 @@ async def job() -> Job:
 async def test_a_trainer_waits_until_the_slower_one_has_pushed():
     made = await job()
     await made.pull("slow")
-    await made.minibatches("fast", 3)  # it begins the third one when the slow one's parameters are 2 pushes old
+    # it begins the third one when the slow one's parameters are 2 pushes old
+    await made.minibatches("fast", 3)
     end = await made.pull("fast")
     assert (end.code, end.message) == (
         "TOO_EARLY",

@@ -1,4 +1,5 @@
-"""Steps of blocks have the bits of whole parameters stepped by plain torch, wherever parameters and blocks end, in every dtype and with every kernel."""
+"""Steps of blocks have the bits of whole parameters stepped by plain torch, wherever parameters and blocks
+end, in every dtype and with every kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.platform.runtime.process_setup import optimizers_without_compiler
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Layout, OptimizerSpec, Segment
+from trireme_shared.protocol.records.layout import (
+    ALIGNMENT_BYTES,
+    ELEMENT_BYTES,
+    Layout,
+    OptimizerSpec,
+    Segment,
+)
 from trireme_shared.serving.core.geometry import Geometry, ParameterParts, rounds_by_parameter
 from trireme_shared.serving.core.optimizers import BlockOptimizer, ByParameter, arguments, block_optimizer
 from trireme_shared.serving.optimizers.classes import CLASSES
@@ -44,7 +51,9 @@ CASES = [
 ]
 
 
-def laid_out(name: str, options: dict[str, Any], dtype: str, sizes: tuple[int, ...], block_bytes: int) -> Layout:
+def laid_out(
+    name: str, options: dict[str, Any], dtype: str, sizes: tuple[int, ...], block_bytes: int
+) -> Layout:
     """As a trainer lays it out."""
     grain = ALIGNMENT_BYTES // ELEMENT_BYTES[dtype]
     elements = sum(-(-size // grain) * grain for size in sizes[:-1]) + sizes[-1]
@@ -128,7 +137,8 @@ def compare(
         torch.set_num_threads(threads)
         ours.step(gradient, {**options, "lr": rate})
         if step == 2:
-            ours = Blocks(layout, ours.values, ours.saved())  # from a checkpoint, or at another parameter server
+            # from a checkpoint, or at another parameter server
+            ours = Blocks(layout, ours.values, ours.saved())
     for view, parameter in zip(views(ours.values, sizes), whole, strict=True):
         assert same(view, parameter.detach())
     kept = {key for key, value in plain.state[whole[0]].items() if value is not None and value.dim()}
@@ -161,17 +171,22 @@ def test_blocks_have_the_bits_of_whole_parameters(name: str, options: dict[str, 
         ("AdamW", {"lr": 0.01, "fused": True}),
     ],
 )
-def test_the_number_of_threads_changes_no_bit_of_a_large_block(name: str, options: dict[str, Any], dtype: str) -> None:
+def test_the_number_of_threads_changes_no_bit_of_a_large_block(
+    name: str, options: dict[str, Any], dtype: str
+) -> None:
     compare(name, options, dtype, (40_001, 5, 70_003), 1 << 20, threads=3)
 
 
 def test_only_blocks_that_need_it_are_stepped_by_parameter() -> None:
-    """Others are one vector, however many parameters they hold: also those whose parameters end with whole lines of 64 bytes."""
+    """Others are one vector, however many parameters they hold: also those whose parameters end with whole
+    lines of 64 bytes."""
     kinds = {}
     for dtype in ("float32", "bfloat16"):
         for options in ({"lr": 0.1}, {"lr": 0.1, "fused": True}):
             layout = laid_out("Adam", options, dtype, SIZES, 4096)
-            optimizer = Blocks(layout, torch.zeros(layout.segments[0].elements, dtype=DTYPES[dtype])).optimizers[0]
+            optimizer = Blocks(
+                layout, torch.zeros(layout.segments[0].elements, dtype=DTYPES[dtype])
+            ).optimizers[0]
             kinds[dtype, "fused" in options] = type(optimizer)
     assert kinds.pop(("float32", False)) is BlockOptimizer
     assert set(kinds.values()) == {ByParameter}
@@ -180,14 +195,18 @@ def test_only_blocks_that_need_it_are_stepped_by_parameter() -> None:
     segment = Segment(kind="param", dtype="bfloat16", elements=3, group=0)
     assert not rounds_by_parameter(OptimizerSpec(name="LARS", defaults={"lr": 0.1}, groups=({},)), segment)
     assert not rounds_by_parameter(
-        OptimizerSpec(name="Adam", defaults={}, groups=({},)), Segment(kind="buffer", dtype="float16", elements=3)
+        OptimizerSpec(name="Adam", defaults={}, groups=({},)),
+        Segment(kind="buffer", dtype="float16", elements=3),
     )
 
 
 def test_a_state_to_start_with_comes_one_tensor_at_a_time() -> None:
     layout = laid_out("Adam", {"lr": 0.1, "fused": True}, "float32", SIZES, 1 << 16)
     ours = Blocks(layout, torch.zeros(layout.segments[0].elements)).optimizers[0]
-    given = {"exp_avg": torch.randn(layout.segments[0].elements), "exp_avg_sq": torch.rand(layout.segments[0].elements)}
+    given = {
+        "exp_avg": torch.randn(layout.segments[0].elements),
+        "exp_avg_sq": torch.rand(layout.segments[0].elements),
+    }
     for name, value in given.items():
         assert ours.add_state(name, memoryview(value.numpy()).cast("B"))
     assert ours.add_state("step", memoryview(torch.tensor(3.0).reshape(1).numpy()).cast("B"))

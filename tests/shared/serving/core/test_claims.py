@@ -1,4 +1,5 @@
-"""One lane's data of a step is of the same records at all blocks: what a discarded task left, and the claim of who goes on."""
+"""One lane's data of a step is of the same records at all blocks: what a discarded task left, and the claim
+of who goes on."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_a_push_that_was_judged_before_the_claim_is_judged_again(store):
 
 def test_a_lane_whose_data_is_there_cannot_be_claimed_for_other_records(store):
     assert give(store, 2, store.admit(header(OLD)), 1) is Verdict.APPLIED
-    with pytest.raises(StepTorn, match=r"data of lane 1 in step 0 up to task 4 .* discarded since: .* up to task 5"):
+    with pytest.raises(
+        StepTorn, match=r"data of lane 1 in step 0 up to task 4 .* discarded since: .* up to task 5"
+    ):
         store.admit(header(NEW, claim=True))
     store.admit(header(OLD, claim=True))
     assert give(store, 1, store.admit(header(NEW)), 1) is Verdict.STALE_ATTEMPT

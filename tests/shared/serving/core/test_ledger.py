@@ -1,4 +1,5 @@
-"""The ledger of asynchronous training: each minibatch is applied to each block exactly once, whatever is sent twice, late or anew."""
+"""The ledger of asynchronous training: each minibatch is applied to each block exactly once, whatever is sent
+twice, late or anew."""
 
 import random
 from collections import Counter
@@ -6,7 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.pserver_service.jobs import async_header, check_invariants, initialised, item, layout_of, payload_of, stream
+from tests.pserver_service.jobs import (
+    async_header,
+    check_invariants,
+    initialised,
+    item,
+    layout_of,
+    payload_of,
+    stream,
+)
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import OptimizerSpec
@@ -25,7 +34,8 @@ def applied(ledger: Ledger, header, block: int) -> Verdict:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_minibatch_is_applied_to_every_block_exactly_once(seed):
-    """Trainers push tasks in ranges, die in the middle, are re-dispatched at the lowest entry; zombies and networks repeat."""
+    """Trainers push tasks in ranges, die in the middle, are re-dispatched at the lowest entry; zombies and
+    networks repeat."""
     rng = random.Random(seed)
     blocks, push_every, epochs = rng.randint(1, 4), rng.randint(1, 3), 3
     ledger, done, sizes = Ledger(blocks), Counter(), [rng.randint(1, 9) for _ in range(5)]
@@ -51,7 +61,9 @@ def test_every_minibatch_is_applied_to_every_block_exactly_once(seed):
                             push(*rng.choice(sent)) if sent else None
                 if ledger.next_of(epoch, task).closed:
                     break
-    everything = [(e, t, n, b) for e in range(epochs) for t in range(5) for n in range(sizes[t]) for b in range(blocks)]
+    everything = [
+        (e, t, n, b) for e in range(epochs) for t in range(5) for n in range(sizes[t]) for b in range(blocks)
+    ]
     assert done == Counter(everything)
     for counts in ledger.counts():
         assert (counts.applied_lowest, counts.applied_highest) == (sum(sizes), sum(sizes))
@@ -124,7 +136,9 @@ async def test_async_gradients_are_applied_on_arrival_and_once():
     for _ in range(3):
         answer = await pserver.push(async_header(3, 0, 1, 2), stream(item(0, ones), item(1, ones[:4])))
     assert (answer.applied, answer.duplicate) == (0, 2)
-    answer = await pserver.push(async_header(3, 1, 2, 2, lane_zero=None), stream(item(0, ones), item(1, ones[:4])))
+    answer = await pserver.push(
+        async_header(3, 1, 2, 2, lane_zero=None), stream(item(0, ones), item(1, ones[:4]))
+    )
     assert answer.applied == 2
     for number, block in pserver.store.blocks.items():
         assert torch.equal(block.current.tensor, values[number] - 1 - 1)
@@ -177,7 +191,10 @@ def had(*pushes: tuple[int, int], slots: tuple[int, ...], minibatches: int = 2) 
     ledger = Ledger(0, slots)
     for task, start in pushes:
         for position in ledger.rows:
-            assert applied(ledger, async_header(task, start, start + 1, minibatches), position) is Verdict.APPLIED
+            assert (
+                applied(ledger, async_header(task, start, start + 1, minibatches), position)
+                is Verdict.APPLIED
+            )
     return ledger
 
 
@@ -185,8 +202,14 @@ def test_slots_bring_what_they_have_had_and_keep_a_position_of_their_own_while_i
     source, target = had((0, 0), (0, 1), (1, 0), slots=(0b1111,)), had((0, 0), slots=(0b110000,))
     both = Ledger.joined([(target.part((), 0b110000, stays=True), 0), (source.part((), 0b11), 0)])
     assert both.slots == (0b110000, 0b11)
-    assert [applied(both, async_header(0, 1, 2, 2), position) for position in both.rows] == ["APPLIED", "DUPLICATE"]
-    assert [applied(both, async_header(1, 0, 1, 2), position) for position in both.rows] == ["APPLIED", "DUPLICATE"]
+    assert [applied(both, async_header(0, 1, 2, 2), position) for position in both.rows] == [
+        "APPLIED",
+        "DUPLICATE",
+    ]
+    assert [applied(both, async_header(1, 0, 1, 2), position) for position in both.rows] == [
+        "APPLIED",
+        "DUPLICATE",
+    ]
     assert [both.next_of(0, task) for task in (0, 1)] == [LedgerAnswer(closed=True), LedgerAnswer(next=1)]
     again = Ledger.joined([(both.part((), 0b110011, stays=True), 0)])
     assert again.slots == (0b110011,)  # they are even now
@@ -220,13 +243,15 @@ def test_counts_of_duplicates_stay_where_they_were_counted():
     ledger = had((0, 0), slots=(0b11,))
     applied(ledger, async_header(0, 0, 1, 2), 0)
     counted = [
-        Ledger.joined([(ledger.part((), 0b1, stays=stays), 0)]).counts()[0].duplicates for stays in (True, False)
+        Ledger.joined([(ledger.part((), 0b1, stays=stays), 0)]).counts()[0].duplicates
+        for stays in (True, False)
     ]
     assert counted == [1, 0]
 
 
 def test_a_part_that_slept_through_an_epoch_takes_no_counts_from_the_others():
-    """It came back from an older checkpoint: it knows epoch 0 in detail and nothing of epoch 1; for the other epoch 0 is old."""
+    """It came back from an older checkpoint: it knows epoch 0 in detail and nothing of epoch 1; for the other
+    epoch 0 is old."""
     behind, ahead = Ledger(1), Ledger(1)
     applied(behind, async_header(0, 0, 1, 2), 0)
     for epoch in (0, 1):

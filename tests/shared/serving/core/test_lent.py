@@ -1,4 +1,5 @@
-"""Blocks that wait for their siblings where their sender has them: until the push is answered or given up, and no longer."""
+"""Blocks that wait for their siblings where their sender has them: until the push is answered or given up,
+and no longer."""
 
 import asyncio
 from contextlib import suppress

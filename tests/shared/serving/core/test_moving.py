@@ -1,4 +1,5 @@
-"""Blocks that move to another store go on there with the same bits: values of two versions, optimizer's state, ledger."""
+"""Blocks that move to another store go on there with the same bits: values of two versions, optimizer's
+state, ledger."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def hand_over(source: Pserver, target: Pserver, leaving: LeavingBlocks) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [ADAM, LION], ids=["Adam", "Lion"])
-def test_a_block_freezes_at_its_next_version_and_goes_on_elsewhere_with_the_same_bits(optimizer: OptimizerSpec) -> None:
+def test_a_block_freezes_at_its_next_version_and_goes_on_elsewhere_with_the_same_bits(
+    optimizer: OptimizerSpec,
+) -> None:
     async def main() -> None:
         layout = layout_of(40, optimizer=optimizer)
         (source, _), (alone, _) = await initialised(layout), await initialised(layout)
@@ -101,7 +104,10 @@ def test_a_block_freezes_at_its_next_version_and_goes_on_elsewhere_with_the_same
             found, end = await pulled(target, pull_request(version, MOVED))
             assert all(torch.equal(found[number], expected[number]) for number in MOVED)
             assert end.record is not None
-            assert end.record.positions == (await pulled(alone, pull_request(version, MOVED)))[1].record.positions  # type: ignore[union-attr]
+            assert (
+                end.record.positions
+                == (await pulled(alone, pull_request(version, MOVED)))[1].record.positions
+            )  # type: ignore[union-attr]
         assert (await make_step(source, 4, (1,))).refused[0].code == "WRONG_OWNER"
         for pserver in (source, target, alone):
             check_invariants(pserver)
@@ -191,7 +197,12 @@ def test_the_ledger_moves_with_its_block_and_each_minibatch_still_counts_once() 
         await push(source, 6, 2, (0,))
         for pserver in (source, target):
             (counts,) = (await pserver.info()).ledger
-            assert (counts.applied_lowest, counts.applied_highest, counts.tasks_open, counts.tasks_closed) == (
+            assert (
+                counts.applied_lowest,
+                counts.applied_highest,
+                counts.tasks_open,
+                counts.tasks_closed,
+            ) == (
                 6,
                 6,
                 0,

@@ -101,7 +101,9 @@ async def test_each_group_has_its_own_options():
     pserver, values = await initialised(layout_of(*segments, optimizer=spec))
     ones = torch.ones(4)
     await pserver.push(push_header(0, options=({}, {})), stream(item(0, ones), item(1, ones)))
-    await pserver.push(push_header(1, options=({"lr": 1.0}, {"lr": 2.0})), stream(item(0, ones), item(1, ones)))
+    await pserver.push(
+        push_header(1, options=({"lr": 1.0}, {"lr": 2.0})), stream(item(0, ones), item(1, ones))
+    )
     blocks = pserver.store.blocks
     assert torch.equal(blocks[0].current.tensor, values[0] - 0.25 - 2.0)
     assert torch.equal(blocks[1].current.tensor, values[1] - 0.5 - 1.0)
@@ -113,19 +115,27 @@ async def test_half_precision_parameters_are_stepped_as_plain_torch_does(dtype):
     segment = Segment(kind="param", dtype=dtype, elements=50, group=0)
     layout = layout_of(
         segment,
-        optimizer=OptimizerSpec(name="SGD", defaults=defaults_of("SGD"), groups=({"lr": 0.1, "momentum": 0.9},)),
+        optimizer=OptimizerSpec(
+            name="SGD", defaults=defaults_of("SGD"), groups=({"lr": 0.1, "momentum": 0.9},)
+        ),
     )
     values = torch.randn(50).to(kind)
     pserver = Pserver(JOB, "ps-1", index=0)
     parts = torch.split(values, 32)
-    await pserver.init(init_header(layout), stream(*((InitBlock(block=k), payload_of(p)) for k, p in enumerate(parts))))
+    await pserver.init(
+        init_header(layout), stream(*((InitBlock(block=k), payload_of(p)) for k, p in enumerate(parts)))
+    )
     whole = torch.nn.Parameter(values.clone())
     optimizer = torch.optim.SGD([whole], lr=0.1, momentum=0.9)
     for step in range(3):
         whole.grad = torch.randn(50).to(kind)
-        await pserver.push(push_header(step), stream(*(item(k, p) for k, p in enumerate(torch.split(whole.grad, 32)))))
+        await pserver.push(
+            push_header(step), stream(*(item(k, p) for k, p in enumerate(torch.split(whole.grad, 32))))
+        )
         optimizer.step()
-    assert torch.equal(torch.cat([block.current.tensor for block in pserver.store.blocks.values()]), whole.detach())
+    assert torch.equal(
+        torch.cat([block.current.tensor for block in pserver.store.blocks.values()]), whole.detach()
+    )
 
 
 def test_options_of_how_a_step_is_computed_stay_as_constructed():
@@ -141,7 +151,10 @@ def test_options_of_how_a_step_is_computed_stay_as_constructed():
         (
             "LBFGS",
             {},
-            "'LBFGS' does not run on parameter servers; choose one of torch.optim: SGD, Adam, .*trireme.optim.Lion",
+            (
+                "'LBFGS' does not run on parameter servers; choose one of torch.optim: SGD, Adam, "
+                ".*trireme.optim.Lion"
+            ),
         ),
         ("__import__", {}, "does not run on parameter servers"),
         ("SGD", {"lr": -1.0}, "SGD refuses"),
@@ -179,7 +192,9 @@ async def test_a_push_with_options_of_other_groups_is_refused():
 
 def test_values_are_the_same_for_the_same_seed():
     layout = layout_of(100)
-    assert all(torch.equal(a, b) for a, b in zip(values_of(layout).values(), values_of(layout).values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(values_of(layout).values(), values_of(layout).values(), strict=True)
+    )
     assert options_of({"betas": [0.9, 0.99], "lr": 1}) == {"betas": (0.9, 0.99), "lr": 1}
 
 
@@ -197,7 +212,8 @@ def test_values_are_the_same_for_the_same_seed():
     ],
 )
 def test_direct_steps_of_sgd_have_the_bits_of_torch(extra, dtype, foreach):
-    """Values, state and the untouched gradient, with a rate and a momentum that change; also after going on from a saved state."""
+    """Values, state and the untouched gradient, with a rate and a momentum that change; also after going on
+    from a saved state."""
     torch.manual_seed(5)
     start = torch.randn(10_007).to(dtype)
     parameter = torch.nn.Parameter(start.clone())
@@ -239,7 +255,8 @@ ADAMS = [
 
 @pytest.mark.parametrize(("name", "options"), ADAMS)
 def test_direct_steps_of_adam_have_the_bits_of_torch(name, options):
-    """Values, state and the untouched gradient, with a rate that changes; also after going on from a saved state."""
+    """Values, state and the untouched gradient, with a rate that changes; also after going on from a saved
+    state."""
     torch.manual_seed(5)
     start = torch.randn(10_007)
     parameter = torch.nn.Parameter(start.clone())
@@ -298,7 +315,8 @@ THREADED = [
 @pytest.mark.parametrize("elements", [100_003, 262_144, 1_048_589])
 @pytest.mark.parametrize(("name", "options"), THREADED)
 def test_the_number_of_threads_changes_no_bit(name, options, elements):
-    """torch gives each thread a part of a block; a part's last elements take another path than whole vectors do."""
+    """torch gives each thread a part of a block; a part's last elements take another path than whole vectors
+    do."""
     chosen = arguments(OptimizerSpec(name=name, defaults={**defaults_of(name), **options}, groups=({},)), 0)
     numbers = torch.Generator().manual_seed(1)
     first, *gradients = (torch.randn(elements, generator=numbers) for _ in range(4))

@@ -1,4 +1,5 @@
-"""Results of steps: the tree completes them, whoever pushed which node; a parameter server keeps the last of them, bounded."""
+"""Results of steps: the tree completes them, whoever pushed which node; a parameter server keeps the last of
+them, bounded."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import pytest
 from tests.equipment.replaced import replaced
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.metrics import MOST_NAMES
-from trireme_shared.protocol.records.step import NodeResult, StepRecord, StepResult, joined, result_of, step_result
+from trireme_shared.protocol.records.step import (
+    NodeResult,
+    StepRecord,
+    StepResult,
+    joined,
+    result_of,
+    step_result,
+)
 from trireme_shared.serving.core import history
 from trireme_shared.serving.core.history import History, Results
 
@@ -21,7 +29,9 @@ def lanes(count: int) -> dict[Interval, NodeResult]:
     for lane in range(count):
         value = rng.random() * 10 ** rng.randrange(-8, 8)
         metrics = {"a": (value, 1.0, value, value)} if lane % 3 else {}
-        found[lane, lane + 1] = NodeResult(loss_sum=value / 3, records=lane, skipped=lane % 2, metrics=metrics)
+        found[lane, lane + 1] = NodeResult(
+            loss_sum=value / 3, records=lane, skipped=lane % 2, metrics=metrics
+        )
     return found
 
 
@@ -29,7 +39,11 @@ def test_the_tree_gives_the_same_bits_whoever_adds_up_which_part() -> None:
     leaves = lanes(8)
     expected = result_of((0, 8), leaves)
     assert expected is not None
-    for nodes in ([(0, 4), (4, 8)], [(0, 2), (2, 3), (3, 4), (4, 8)], [(0, 1), (1, 2), (2, 4), (4, 6), (6, 8)]):
+    for nodes in (
+        [(0, 4), (4, 8)],
+        [(0, 2), (2, 3), (3, 4), (4, 8)],
+        [(0, 1), (1, 2), (2, 4), (4, 6), (6, 8)],
+    ):
         parts = {node: found for node in nodes if (found := result_of(node, leaves)) is not None}
         assert result_of((0, 8), parts) == expected
     in_order = sum(leaf.loss_sum for leaf in leaves.values())

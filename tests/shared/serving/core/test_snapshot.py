@@ -71,9 +71,17 @@ def test_every_second_epoch_and_the_last_one():
 def test_epochs_outrank_steps_and_rarer_ones_outrank_others():
     schedule = Schedule(2, 1, 9)
     ranks = [
-        schedule.rank(each) for each in (record(2), record(4), record(6), record(8), record(9, 0, True), record(0))
+        schedule.rank(each)
+        for each in (record(2), record(4), record(6), record(8), record(9, 0, True), record(0))
     ]
-    assert sorted(ranks, key=lambda rank: rank) == [ranks[0], ranks[2], ranks[1], ranks[3], ranks[4], ranks[5]]
+    assert sorted(ranks, key=lambda rank: rank) == [
+        ranks[0],
+        ranks[2],
+        ranks[1],
+        ranks[3],
+        ranks[4],
+        ranks[5],
+    ]
 
 
 async def saving(layout=LAYOUT, schedule=EVERY, mode=Mode.SYNC):
@@ -294,7 +302,8 @@ def test_an_evaluation_that_has_not_begun_stays_in_the_history_behind_a_rollback
 def test_what_kept_checkpoints_build_on_stays_and_one_that_has_no_file_in_common():
     """Whole: 1, 2, 5, 8. The others build on the one before."""
     refs = [
-        ref(step).model_copy(update={"on": () if step in (1, 2, 5, 8) else (f"0-{step - 1}",)}) for step in range(1, 9)
+        ref(step).model_copy(update={"on": () if step in (1, 2, 5, 8) else (f"0-{step - 1}",)})
+        for step in range(1, 9)
     ]
     latest, kept = None, {}
     for each in refs:

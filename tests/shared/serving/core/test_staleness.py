@@ -1,4 +1,5 @@
-"""Asynchronous: a push steps with the learning rate divided by the versions since its parameters were pulled, and still once."""
+"""Asynchronous: a push steps with the learning rate divided by the versions since its parameters were pulled,
+and still once."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ OPTIONS = {"SGD": {"momentum": 0.9, "weight_decay": 0.01}, "AdamW": {"weight_dec
 SIZES = {0: 16, 1: 16, 2: 8}
 
 
-async def push(pserver: Pserver, task: int, start: int, versions: dict[int, int], lr: float = 1.0, value: float = 1.0):
+async def push(
+    pserver: Pserver, task: int, start: int, versions: dict[int, int], lr: float = 1.0, value: float = 1.0
+):
     """Minibatch `start` of 4, computed from blocks of these versions."""
     lane_zero = LaneZero(options=({"lr": lr},))
     items = []
@@ -87,7 +90,8 @@ def test_every_optimizer_steps_with_its_rate_divided(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_no_optimizer_computes_values_from_sums_that_another_rate_would_stretch(name: str) -> None:
-    """Its change of the values is proportional to the rate of the step, so a late push is only a smaller one."""
+    """Its change of the values is proportional to the rate of the step, so a late push is only a smaller
+    one."""
     changes = []
     for rate in (0.5, 0.5 / 16):
         rng = torch.Generator().manual_seed(5)
@@ -120,7 +124,8 @@ def test_groups_without_a_rate_in_the_push_have_that_of_their_optimizer() -> Non
 def test_any_order_of_pushes_pulls_repetitions_and_moves_gives_the_sum_of_divided_steps(
     seed: int, broken, holds
 ) -> None:
-    """Against a model of eight lines: 3 trainers, pushes that come twice, and blocks that move to another parameter server."""
+    """Against a model of eight lines: 3 trainers, pushes that come twice, and blocks that move to another
+    parameter server."""
     rng = random.Random(seed)
 
     async def main() -> bool:
@@ -130,7 +135,9 @@ def test_any_order_of_pushes_pulls_repetitions_and_moves_gives_the_sum_of_divide
         expected = {block: float(values[block][0]) for block in SIZES}
         applied = dict.fromkeys(SIZES, 0)
         held = [dict.fromkeys(SIZES, 0) for _ in range(3)]  # by trainer, the versions that it has
-        due = [[(task, start) for task in (trainer, trainer + 3) for start in range(4)] for trainer in range(3)]
+        due = [
+            [(task, start) for task in (trainer, trainer + 3) for start in range(4)] for trainer in range(3)
+        ]
         for number in range(24):
             if number == 9:
                 leaving = LeavingBlocks(source.store, (1, 2))
@@ -156,7 +163,9 @@ def test_any_order_of_pushes_pulls_repetitions_and_moves_gives_the_sum_of_divide
         for owner in (source, target):
             found |= (await pulled(owner, pull_request(None, owner.store.blocks)))[0]
             check_invariants(owner)
-        assert {block: owners[block].store.blocks[block].version for block in SIZES} == dict.fromkeys(SIZES, 24)
+        assert {block: owners[block].store.blocks[block].version for block in SIZES} == dict.fromkeys(
+            SIZES, 24
+        )
         return all(abs(float(found[block][0]) - expected[block]) < 1e-4 for block in SIZES)
 
     with broken():
@@ -184,7 +193,8 @@ def test_a_buffer_has_no_rate() -> None:
         for start in range(3):
             head = PushBlock(block=0, lanes=(0, 1), count=8, version=0)
             await pserver.push(
-                async_header(0, start, start + 1, 4), stream((head, payload_of(torch.full((8,), 3.0 + start))))
+                async_header(0, start, start + 1, 4),
+                stream((head, payload_of(torch.full((8,), 3.0 + start)))),
             )
         found, _ = await pulled(pserver, pull_request(None, (0,)))
         assert found[0].tolist() == [5.0] * 8
@@ -247,7 +257,9 @@ def test_a_push_without_versions_steps_with_the_whole_rate() -> None:
     async def main() -> None:
         pserver, values = await initialised(LAYOUT, Mode.ASYNC)
         for start in range(4):
-            await pserver.push(async_header(0, start, start + 1, 4), stream(item(0, torch.ones(16), lanes=(0, 1))))
+            await pserver.push(
+                async_header(0, start, start + 1, 4), stream(item(0, torch.ones(16), lanes=(0, 1)))
+            )
         found, _ = await pulled(pserver, pull_request(None, (0,)))
         assert torch.allclose(found[0], values[0] - 4)
 

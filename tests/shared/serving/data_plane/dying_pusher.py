@@ -1,4 +1,5 @@
-"""A trainer that pushes two blocks of ones out of its own memory, and waits in the middle of its push to be killed."""
+"""A trainer that pushes two blocks of ones out of its own memory, and waits in the middle of its push to be
+killed."""
 
 import array
 import asyncio

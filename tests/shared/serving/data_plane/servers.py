@@ -1,4 +1,5 @@
-"""A pserver on real sockets, with the trainer's client and one that has sockets and a msgpack library only."""
+"""A pserver on real sockets, with the trainer's client and one that has sockets and a msgpack library
+only."""
 
 import asyncio
 import io
@@ -99,10 +100,12 @@ class Server:
 
     @asynccontextmanager
     async def any_client(self, token: str = TOKEN):
-        """A stream that is opened as docs/mechanisms.md says, by who has sockets and a msgpack library only."""
+        """A stream that is opened as docs/mechanisms.md says, by who has sockets and a msgpack library
+        only."""
         reader, writer = await asyncio.open_connection("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
         writer.write(
-            b"GET /v1/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: trireme-frames/1\r\n"
+            b"GET /v1/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: "
+            b"trireme-frames/1\r\n"
             + f"Trireme-Pserver: {self.member.incarnation}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
         )
         try:
@@ -136,7 +139,10 @@ class AnyClient:
         """The blocks and the last map that a call is answered with."""
         self.send({"id": number, "call": call, "message": message})
         if call != "pull":
-            self.send(*([{"id": number, **header}, payload] for header, payload in blocks), {"id": number, "end": True})
+            self.send(
+                *([{"id": number, **header}, payload] for header, payload in blocks),
+                {"id": number, "end": True},
+            )
         found = [await self.next()]
         while isinstance(found[-1], list):
             found.append(await self.next())
@@ -164,7 +170,10 @@ async def server(request, tmp_path):
 
 def gradients(value: float = 1.0):
     return stream(
-        *((PushBlock(block=k, lanes=(0, 4), count=4), bytes_of(torch.full((n,), value))) for k, n in SIZES.items())
+        *(
+            (PushBlock(block=k, lanes=(0, 4), count=4), bytes_of(torch.full((n,), value)))
+            for k, n in SIZES.items()
+        )
     )
 
 

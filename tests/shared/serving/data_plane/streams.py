@@ -86,7 +86,8 @@ async def all_given_back(server):
 
 
 async def growth(server, steps, warm, settled, last):
-    """(bytes of the pool, traced bytes) that `steps(settled, last)` leave behind, after `steps(0, warm)` and up to `settled`."""
+    """(bytes of the pool, traced bytes) that `steps(settled, last)` leave behind, after `steps(0, warm)` and
+    up to `settled`."""
     await steps(0, warm)
     allocated = server.pserver.store.pool.allocated_bytes
     tracemalloc.start()

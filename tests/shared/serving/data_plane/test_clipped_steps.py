@@ -1,4 +1,5 @@
-"""Steps that are clipped, over every transport: the trainer's ParameterServers finds the norm while it pulls, on real sockets."""
+"""Steps that are clipped, over every transport: the trainer's ParameterServers finds the norm while it pulls,
+on real sockets."""
 
 from __future__ import annotations
 
@@ -52,5 +53,7 @@ async def test_steps_are_clipped_over_every_transport(server):
         assert (answer.applied, record.version, record.grad_norm) == (2 * len(SIZES), step + 1, norm)
         for number, gradient in gradients.items():
             values[number] -= gradient * factors[-1]
-            assert torch.equal(torch.frombuffer(servers.vectors.values[number], dtype=torch.float32), values[number])
+            assert torch.equal(
+                torch.frombuffer(servers.vectors.values[number], dtype=torch.float32), values[number]
+            )
     assert factors[0] < factors[1] < factors[2] == 1.0

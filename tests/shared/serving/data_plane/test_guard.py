@@ -1,4 +1,5 @@
-"""Who may use a parameter server: every route and every kind of frame without a token, with a wrong one, with a viewer's."""
+"""Who may use a parameter server: every route and every kind of frame without a token, with a wrong one, with
+a viewer's."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ CALLS = {  # what a stream may be asked, by the kinds that its refusal of any ot
     "push": opening(),
     "pull": codec.encode({"id": 2, "call": "pull", "message": pull_request(0, [0]).model_dump()}),
     "lookup": codec.encode(
-        {"id": 4, "call": "lookup", "message": LookupRequest(job=JOB, generation=1, version=0, rows=()).model_dump()}
+        {
+            "id": 4,
+            "call": "lookup",
+            "message": LookupRequest(job=JOB, generation=1, version=0, rows=()).model_dump(),
+        }
     ),
     "share": codec.encode({"id": 3, "call": "share", "message": {}}),
 }
@@ -44,7 +49,8 @@ TOKENS = {"": 401, "wrong": 401, "viewer": 403}
 
 @pytest_asyncio.fixture
 async def guarded(tmp_path):
-    """A pserver with parameters that takes the roles' names as tokens, on TCP and a UNIX socket. `table`: its tokens."""
+    """A pserver with parameters that takes the roles' names as tokens, on TCP and a UNIX socket. `table`: its
+    tokens."""
     pserver, table = Pserver(JOB, "ps-1", index=0), tmp_path / "tokens"
     app = make_app(pserver, access_by_role(table), stall_s=0.2)
     async with serving(app, "127.0.0.1", 0, str(tmp_path / "ps.sock")) as listening:
@@ -59,12 +65,21 @@ async def guarded(tmp_path):
 
 async def exchange(server, uds: str, token: str, frames: bytes, **headers: str) -> bytes:
     """The head of the answer to a request to upgrade with frames right behind it."""
-    given = {"Host": "localhost", "Upgrade": "trireme-frames/1", "Connection": "Upgrade", "Trireme-Pserver": "ps-1"}
+    given = {
+        "Host": "localhost",
+        "Upgrade": "trireme-frames/1",
+        "Connection": "Upgrade",
+        "Trireme-Pserver": "ps-1",
+    }
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
     given |= {"Authorization": f"Bearer {token}"} if token else {}
-    head = "\r\n".join(["GET /v1/stream HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value)])
+    head = "\r\n".join(
+        ["GET /v1/stream HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value)]
+    )
     opened = (
-        asyncio.open_unix_connection(uds) if uds else asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)
+        asyncio.open_unix_connection(uds)
+        if uds
+        else asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)
     )
     reader, writer = await opened
     try:
@@ -160,7 +175,9 @@ async def test_frames_for_another_process_are_refused_before_they_are_read(guard
     nameless = await exchange(guarded, "", "member", FRAMES["push"], Trireme_Pserver="")
     assert nameless.startswith(b"HTTP/1.1 400 "), nameless[:80]
     assert guarded.pserver.store.highest == 0
-    assert (await guarded.raw("/v1/info", token="member", method="GET"))[0] == 200, "a plain request may leave it out"
+    assert (await guarded.raw("/v1/info", token="member", method="GET"))[0] == 200, (
+        "a plain request may leave it out"
+    )
 
 
 async def test_a_stream_ends_when_its_token_is_revoked_and_a_new_one_opens_another(guarded):

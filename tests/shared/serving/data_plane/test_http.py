@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from tests.equipment.metric_names import wrong_metrics
-from tests.pserver_service.jobs import JOB, init_header, item, layout_of, payload_of, pull_request, push_header, stream
+from tests.pserver_service.jobs import (
+    JOB,
+    init_header,
+    item,
+    layout_of,
+    payload_of,
+    pull_request,
+    push_header,
+    stream,
+)
 from tests.shared.serving.data_plane.servers import (
     LAYOUT,
     PLAIN,
@@ -52,7 +61,9 @@ async def test_who_has_sockets_and_a_msgpack_library_can_train(server):
         [end] = await client.answer("push", push_header(0).model_dump(mode="json"), *blocks)
         pushed = {"applied": 4, "duplicate": 0, "first": [0, 1, 2, 3], "refused": [], "generation": 1}
         assert end == {"id": 1, "end": True, "message": pushed}
-        last, first, end = await client.answer("pull", pull_request(1, [3, 0]).model_dump(mode="json"), number=2)
+        last, first, end = await client.answer(
+            "pull", pull_request(1, [3, 0]).model_dump(mode="json"), number=2
+        )
         assert last == [{"id": 2, "block": 3}, payload_of(values[3] - 1)]
         assert first == [{"id": 2, "block": 0}, payload_of(values[0] - 1)]
         assert (end["id"], end["end"], end["message"]["code"]) == (2, True, "OK")
@@ -78,7 +89,9 @@ async def test_without_the_token_nothing_is_answered(server, token):
         ("POST", "/v1/init"),
         ("POST", "/v1/ledger"),
     ]:
-        status, [error] = await server.raw(path, plain_init() if method == "POST" else None, token=token, method=method)
+        status, [error] = await server.raw(
+            path, plain_init() if method == "POST" else None, token=token, method=method
+        )
         assert (status, error["code"], error["retryable"]) == (401, "UNAUTHENTICATED", False)
     assert (await server.client.info()).highest == 0
     async with HttpPserver(server.member, token) as client:
@@ -89,7 +102,8 @@ async def test_without_the_token_nothing_is_answered(server, token):
 async def test_a_token_that_is_no_text_is_a_wrong_token(server):
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     writer.write(
-        b"GET /v1/info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xe9\xff\r\nConnection: close\r\n\r\n"
+        b"GET /v1/info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+        b"\xe9\xff\r\nConnection: close\r\n\r\n"
     )
     try:
         async with asyncio.timeout(5):
@@ -112,7 +126,10 @@ async def test_a_connection_that_is_cut_keeps_whole_blocks_and_nothing_else(serv
     await server.initialise()
     body = frames(
         {"id": 1, "call": "push", "message": push_header(0).model_dump(mode="json")},
-        *([{"id": 1, "block": k, "lanes": [0, 4], "count": 4}, payload_of(torch.ones(SIZES[k]))] for k in range(2)),
+        *(
+            [{"id": 1, "block": k, "lanes": [0, 4], "count": 4}, payload_of(torch.ones(SIZES[k]))]
+            for k in range(2)
+        ),
     )
     async with server.any_client() as client:
         client.writer.write(body[:-1000])
@@ -176,7 +193,9 @@ async def test_a_pull_waits_a_finite_time(server, wait_s):
     """Without a limit nobody would ever free it."""
     await server.initialise()
     async with server.any_client() as client:
-        [end] = await client.answer("pull", {**pull_request(1, [0]).model_dump(mode="json"), "wait_s": wait_s})
+        [end] = await client.answer(
+            "pull", {**pull_request(1, [0]).model_dump(mode="json"), "wait_s": wait_s}
+        )
         assert end["error"]["code"] == "BAD_FRAME"
         assert "wait_s" in end["error"]["message"]
     assert not server.pserver.pulls
@@ -196,7 +215,8 @@ async def test_stalled_initial_values_are_given_up_and_block_nobody(server):
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     body = plain_init(count=2)
     writer.write(
-        f"POST /v1/init HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        "POST /v1/init HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+        f"{TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     )
     writer.write(body[:-1000])
     await writer.drain()
@@ -211,7 +231,8 @@ async def test_a_stalled_push_is_given_up_and_blocks_nobody(server):
     async with server.any_client() as client:
         client.send({"id": 1, "call": "push", "message": push_header(0).model_dump(mode="json")})
         blocks = (
-            [{"id": 1, "block": k, "lanes": [0, 4], "count": 4}, payload_of(torch.ones(SIZES[k]))] for k in (0, 1)
+            [{"id": 1, "block": k, "lanes": [0, 4], "count": 4}, payload_of(torch.ones(SIZES[k]))]
+            for k in (0, 1)
         )
         client.writer.write(frames(*blocks)[:-1000])
         async with asyncio.timeout(STALL_S):
@@ -312,7 +333,9 @@ async def test_health_and_readiness_need_no_token_and_metrics_need_one(server):
 async def test_a_port_in_use_is_one_clear_message():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(CallerError, match=rf"cannot listen on 127.0.0.1 port {port}: .*in use.*; choose another"):
+        with pytest.raises(
+            CallerError, match=rf"cannot listen on 127.0.0.1 port {port}: .*in use.*; choose another"
+        ):
             async with serving(make_app(Pserver(JOB, "ps-1")), "127.0.0.1", port):
                 pass
 
@@ -322,7 +345,9 @@ async def test_a_packed_body_is_not_unpacked(server):
     await server.initialise()
     for body in (gzip.compress(bytes(1 << 24)), b"\x1f\x8b" + bytes(100)):
         async with (
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}", "Content-Encoding": "gzip"}) as session,
+            aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {TOKEN}", "Content-Encoding": "gzip"}
+            ) as session,
             session.post(f"{server.url}/v1/init", data=body) as answer,
         ):
             assert answer.status == 400

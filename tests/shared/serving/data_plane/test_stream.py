@@ -1,4 +1,5 @@
-"""The upgraded stream, on both event loops: what is answered, who shares it, and how a connection is upgraded."""
+"""The upgraded stream, on both event loops: what is answered, who shares it, and how a connection is
+upgraded."""
 
 import asyncio
 import socket
@@ -53,7 +54,9 @@ async def test_all_calls_of_a_trainer_share_one_connection(server):
 async def test_a_refused_push_leaves_the_stream_to_the_other_calls(server):
     values, flat = await server.initialise(), Flat()
     await server.client.push(push_header(0, generation=5), gradients())
-    pulling = asyncio.ensure_future(server.client.pull(pull_request(2, SIZES, generation=5, wait_s=10), flat.sink))
+    pulling = asyncio.ensure_future(
+        server.client.pull(pull_request(2, SIZES, generation=5, wait_s=10), flat.sink)
+    )
     connection = server.client.stream
     for _ in range(3):
         with pytest.raises(StaleGeneration, match="generation 4 is stale"):
@@ -115,7 +118,9 @@ async def test_pulls_end_with_the_reason_why_nothing_comes(server):
 
 
 @streamed
-async def test_a_roll_back_ends_pulls_that_wait_refuses_the_rest_of_pushes_and_sends_latecomers_to_join_again(server):
+async def test_a_roll_back_ends_pulls_that_wait_refuses_the_rest_of_pushes_and_sends_latecomers_to_join_again(
+    server,
+):
     values = await server.initialise()
     pserver, store = server.pserver, server.pserver.store
     pulling = asyncio.ensure_future(server.client.pull(pull_request(1, SIZES, wait_s=30), Flat().sink))
@@ -149,7 +154,9 @@ async def test_a_roll_back_ends_pulls_that_wait_refuses_the_rest_of_pushes_and_s
     assert (await server.client.pull(pull_request(0, SIZES, generation=3), flat.sink)).code == "GONE"
     assert (await server.client.pull(pull_request(0, SIZES, generation=4), flat.sink)).code == "OK"
     assert all(torch.equal(flat.values[k], values[k]) for k in SIZES)
-    assert store.pool.allocated_bytes - store.pool.free_bytes == sum(b.bytes for b in LAYOUT.blocks()) + (1 << 18)
+    assert store.pool.allocated_bytes - store.pool.free_bytes == sum(b.bytes for b in LAYOUT.blocks()) + (
+        1 << 18
+    )
 
 
 @streamed
@@ -192,7 +199,9 @@ async def test_a_hundred_steady_steps_allocate_nothing_that_stays(server):
 
 
 @over_tcp
-async def test_what_a_stream_reads_and_sends_at_once_is_bounded_so_that_others_have_their_turn(server, monkeypatch):
+async def test_what_a_stream_reads_and_sends_at_once_is_bounded_so_that_others_have_their_turn(
+    server, monkeypatch
+):
     layout, at_once, most = layout_of(1 << 20, block_bytes=1 << 17, optimizer=PLAIN), {}, []
     monkeypatch.setattr("trireme_shared.serving.transport.stream.BURST_BYTES", 1 << 19)
     await server.initialise(layout)
@@ -221,7 +230,9 @@ async def test_what_a_stream_reads_and_sends_at_once_is_bounded_so_that_others_h
         items = (item(block.number, torch.ones(block.elements)) for block in layout.blocks())
         await asyncio.gather(
             server.client.push(push_header(step), stream(*items)),
-            server.client.pull(pull_request(step + 1, flat, wait_s=5), lambda block: bytes_of(flat[block.block])),
+            server.client.pull(
+                pull_request(step + 1, flat, wait_s=5), lambda block: bytes_of(flat[block.block])
+            ),
         )
     turning.cancel()
     assert 1 << 17 < max(most) < (1 << 19) + 3 * (1 << 17), "of 8 MiB each step"
@@ -233,7 +244,9 @@ async def test_what_a_stream_reads_and_sends_at_once_is_bounded_so_that_others_h
 @over_tcp
 async def test_the_upgrade_needs_its_header_and_the_token(server):
     async with (
-        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}", "Trireme-Pserver": "ps-1"}) as session,
+        aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {TOKEN}", "Trireme-Pserver": "ps-1"}
+        ) as session,
         session.get(server.url + "/v1/stream") as answer,
     ):
         assert (answer.status, answer.headers["Upgrade"]) == (426, "trireme-frames/1")
@@ -252,14 +265,18 @@ async def test_a_pserver_that_does_not_upgrade_is_a_peer_error_that_says_so():
     app[ARRIVALS] = make_app(Pserver(JOB, "ps-1", index=0))[ARRIVALS]
     app.router.add_get("/v1/stream", refuses)
     async with serving(app, "127.0.0.1", 0) as listening:
-        member = PserverMember(index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="ps-1", host="h", pid=1)
+        member = PserverMember(
+            index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="ps-1", host="h", pid=1
+        )
         async with StreamPserver(member) as client:
             with pytest.raises(Forbidden, match="role member"):
                 await client.pull(pull_request(0, [], generation=0), Flat().sink)
     app = web.Application()
     app[ARRIVALS] = make_app(Pserver(JOB, "ps-1", index=0))[ARRIVALS]
     async with serving(app, "127.0.0.1", 0) as listening:
-        member = PserverMember(index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="ps-1", host="h", pid=1)
+        member = PserverMember(
+            index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="ps-1", host="h", pid=1
+        )
         async with StreamPserver(member) as client:
             with pytest.raises(PeerError, match=r"does not upgrade to trireme-frames/1: .*404"):
                 await client.pull(pull_request(0, [], generation=0), Flat().sink)

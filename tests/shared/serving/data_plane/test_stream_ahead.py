@@ -1,4 +1,5 @@
-"""References are read ahead of the work they mean, and blocks wait where they lie: what is heard meanwhile, and where that ends."""
+"""References are read ahead of the work they mean, and blocks wait where they lie: what is heard meanwhile,
+and where that ends."""
 
 import asyncio
 from contextlib import suppress
@@ -8,7 +9,14 @@ import torch
 
 from tests.pserver_service.jobs import pull_request, push_header
 from tests.shared.serving.data_plane.servers import LAYOUT, SIZES, server
-from tests.shared.serving.data_plane.streams import all_given_back, opening, over_shm, raw_stream, reference, versions
+from tests.shared.serving.data_plane.streams import (
+    all_given_back,
+    opening,
+    over_shm,
+    raw_stream,
+    reference,
+    versions,
+)
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.wire import codec
@@ -46,7 +54,9 @@ async def test_what_is_said_behind_references_is_heard_before_they_are_applied(s
 
 
 @over_shm
-@pytest.mark.parametrize("last", [reference(at=(7, 0, 64)), codec.encode({"id": 1, "end": True}) + reference()])
+@pytest.mark.parametrize(
+    "last", [reference(at=(7, 0, 64)), codec.encode({"id": 1, "end": True}) + reference()]
+)
 async def test_nothing_that_was_read_ahead_is_applied_once_the_stream_is_over(server, last):
     await server.initialise()
     async with raw_stream(server) as raw:
@@ -100,7 +110,9 @@ async def test_an_apply_that_breaks_ends_the_stream_at_once(server, monkeypatch)
 
 
 @over_shm
-async def test_however_many_streams_there_are_one_block_is_applied_in_a_turn_of_the_event_loop(server, monkeypatch):
+async def test_however_many_streams_there_are_one_block_is_applied_in_a_turn_of_the_event_loop(
+    server, monkeypatch
+):
     await server.initialise()
     turn, applied_in = 0, []
 

@@ -1,4 +1,5 @@
-"""What ends an upgraded stream, on both event loops: what is malformed, silent, cut or slow; and what is given back."""
+"""What ends an upgraded stream, on both event loops: what is malformed, silent, cut or slow; and what is
+given back."""
 
 import asyncio
 import math
@@ -110,7 +111,9 @@ async def test_a_puller_that_does_not_read_is_cut_off_and_blocks_nobody(server):
         async with asyncio.timeout(LONG_S):  # before it is cut off
             while not server.pserver.pulls:
                 await asyncio.sleep(0.01)
-            await server.client.push(push_header(0), stream(*(item(k, torch.ones(1 << 18)) for k in range(15))))
+            await server.client.push(
+                push_header(0), stream(*(item(k, torch.ones(1 << 18)) for k in range(15)))
+            )
         await all_given_back(server)
         raw.abort()
 

@@ -1,4 +1,5 @@
-"""Memory is offered once in a connection: an answer that nobody reads, or a refusal, leaves no later block that refers to what is not known."""
+"""Memory is offered once in a connection: an answer that nobody reads, or a refusal, leaves no later block
+that refers to what is not known."""
 
 from __future__ import annotations
 
@@ -47,13 +48,17 @@ async def test_who_is_cancelled_when_the_offers_have_come_connects_anew(server, 
 
 
 @over_shm
-async def test_two_pushes_send_their_gradients_if_the_pserver_cannot_map_the_memory_of_both(server, monkeypatch):
+async def test_two_pushes_send_their_gradients_if_the_pserver_cannot_map_the_memory_of_both(
+    server, monkeypatch
+):
     await server.initialise()
     await server.client.pull(pull_request(0, SIZES), Flat().sink)
     region, size = memoryview(Region.create(2 * LAYOUT.vector_bytes)), LAYOUT.vector_bytes
 
     async def push(lanes: tuple[int, int], free: memoryview) -> int:
-        blocks = ((PushBlock(block=k, lanes=lanes, count=2), bytes_of(torch.ones(n))) for k, n in SIZES.items())
+        blocks = (
+            (PushBlock(block=k, lanes=lanes, count=2), bytes_of(torch.ones(n))) for k, n in SIZES.items()
+        )
         moved = server.client.moved(free, stream(*blocks))
         return (await StreamPserver.push(server.client, push_header(0), moved)).applied
 
@@ -65,7 +70,8 @@ async def test_two_pushes_send_their_gradients_if_the_pserver_cannot_map_the_mem
 @over_shm
 @pytest.mark.parametrize("way", ["the peer is gone", "a call was given up", "it was closed"])
 async def test_a_connection_that_is_over_has_no_memory_of_its_peer_mapped(server, way):
-    """At once: a trainer that lives long has had many peers, and the interpreter may find what refers to a connection much later."""
+    """At once: a trainer that lives long has had many peers, and the interpreter may find what refers to a
+    connection much later."""
     await server.initialise()
     (region,) = {each.name for each in server.pserver.loaded().homes()}
     alone = mapped(region)
@@ -92,10 +98,14 @@ async def test_a_connection_that_ends_right_behind_a_block_takes_no_more_of_the_
     """The pserver was not told yet that its block was taken, and no turn will come in which it could be."""
     await server.initialise()
     with pytest.raises(PeerError):
-        await server.client.pull(pull_request(0, SIZES), Flat().sink, lambda _: server.client.stream.transport.abort())
+        await server.client.pull(
+            pull_request(0, SIZES), Flat().sink, lambda _: server.client.stream.transport.abort()
+        )
     before = time.process_time()
     await asyncio.sleep(0.3)
-    assert time.process_time() - before < 0.15, "it asks for its turn again and again, as fast as the loop turns"
+    assert time.process_time() - before < 0.15, (
+        "it asks for its turn again and again, as fast as the loop turns"
+    )
 
 
 @over_shm

@@ -33,7 +33,13 @@ from trireme_shared.protocol.errors import InvalidArgument, Unauthorized
 from trireme_shared.protocol.records import PserverMember
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import PushBlock
-from trireme_shared.serving.transport.shared_memory import REGION_BYTES, Offer, Region, RegionAllocator, peer_of
+from trireme_shared.serving.transport.shared_memory import (
+    REGION_BYTES,
+    Offer,
+    Region,
+    RegionAllocator,
+    peer_of,
+)
 from trireme_shared.serving.transport.stream import FrameStream, socket_of
 
 __all__ = ["server"]
@@ -56,7 +62,9 @@ async def step(server, number=0, value=1.0):
 async def test_payloads_do_not_go_through_the_stream(server, monkeypatch):
     values, came = await server.initialise(), []
     updated = FrameStream.buffer_updated
-    monkeypatch.setattr(FrameStream, "buffer_updated", lambda self, count: came.append(count) or updated(self, count))
+    monkeypatch.setattr(
+        FrameStream, "buffer_updated", lambda self, count: came.append(count) or updated(self, count)
+    )
     found = await step(server)
     assert all(torch.equal(found[k], values[k] - 1) for k in SIZES)
     assert sum(came) < 8_000, "the payloads of a step are 1,600,000 bytes"
@@ -115,9 +123,13 @@ async def test_a_gradient_that_nobody_waits_for_keeps_its_memory(server):
 
 @pytest.mark.parametrize("transport", ["shm", "unix"])
 def test_a_transport_that_is_asked_for_is_not_replaced_by_another_one(transport):
-    member = PserverMember(index=3, url="http://127.0.0.1:1", incarnation="i", host="elsewhere", pid=1, uds="/tmp/x")
+    member = PserverMember(
+        index=3, url="http://127.0.0.1:1", incarnation="i", host="elsewhere", pid=1, uds="/tmp/x"
+    )
     connections = Connections(Settings(job="j", transport=transport), stall_s=10.0)
-    with pytest.raises(InvalidArgument, match=f"TRIREME_TRANSPORT is {transport}, but pserver-3 on elsewhere has no"):
+    with pytest.raises(
+        InvalidArgument, match=f"TRIREME_TRANSPORT is {transport}, but pserver-3 on elsewhere has no"
+    ):
         connections(member)
 
 
@@ -226,7 +238,9 @@ async def test_who_offers_nonsense_a_number_twice_or_too_much_is_refused(server)
     region = Region.create(mmap.PAGESIZE)
     async with raw_stream(server) as raw:
         for first in (0, 0):
-            raw.send_map({"id": 1, "call": "share", "message": {"offers": [region.offer(first).model_dump()]}})
+            raw.send_map(
+                {"id": 1, "call": "share", "message": {"offers": [region.offer(first).model_dump()]}}
+            )
         assert (await raw.next())["end"]
         assert (await raw.next())["error"]["code"] == "TOO_LARGE"
         many = [region.offer(number).model_dump() for number in range(1, 300)]
@@ -241,8 +255,13 @@ def test_memory_is_not_shared_with_another_user():
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("")  # an abstract name, which every user may connect to
         listening.listen()
-        said = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({listening.getsockname()!r}); s.recv(1)"
-        with subprocess.Popen(["python3", "-c", said], user=65534, cwd="/", env={"PATH": os.defpath}) as child:
+        said = (
+            "import socket; s = socket.socket(socket.AF_UNIX); "
+            f"s.connect({listening.getsockname()!r}); s.recv(1)"
+        )
+        with subprocess.Popen(
+            ["python3", "-c", said], user=65534, cwd="/", env={"PATH": os.defpath}
+        ) as child:
             connection, _ = listening.accept()
             with connection, pytest.raises(Unauthorized, match="the peer runs as user 65534"):
                 peer_of(connection)
@@ -287,7 +306,9 @@ async def test_a_reference_to_what_is_not_there_changes_no_block_and_ends_the_st
 
 
 @over_shm
-@pytest.mark.parametrize("sent", [reference(), reference(payload=b"1234"), codec.encode({"id": 1, "took": 1})])
+@pytest.mark.parametrize(
+    "sent", [reference(), reference(payload=b"1234"), codec.encode({"id": 1, "took": 1})]
+)
 async def test_who_shares_nothing_refers_to_nothing_and_takes_nothing(server, sent):
     await server.initialise()
     async with raw_stream(server) as raw:
@@ -308,7 +329,10 @@ async def test_references_may_overlap_change_and_be_of_a_wrong_size_at_their_own
         raw.send(opening() + reference(at=(0, 0, size)) + reference(index=1, at=(0, 64, size)))
         raw.send(reference(index=2, at=(0, 0, 64)) + codec.encode({"id": 1, "end": True}))
         answer = (await raw.next())["message"]
-        assert (answer["applied"], [refusal["code"] for refusal in answer["refused"]]) == (2, ["LAYOUT_MISMATCH"])
+        assert (answer["applied"], [refusal["code"] for refusal in answer["refused"]]) == (
+            2,
+            ["LAYOUT_MISMATCH"],
+        )
     for index in (0, 1):
         assert torch.equal(server.pserver.store.blocks[index].current.tensor, values[index] - 1)
     await all_given_back(server)
@@ -324,7 +348,9 @@ async def test_a_pull_that_does_not_say_what_it_took_is_cut_off(server):
         assert (await raw.next())["end"], "the trainer has what it asked for before it says so"
         found = await raw.next(limit_s=10 * STALL_S)
         assert f"took no block that it was lent for {STALL_S:g} s" in found["error"]["message"]
-        assert [tuple(header["at"])[2] for header in raw.blocks] == [4 * elements for elements in SIZES.values()]
+        assert [tuple(header["at"])[2] for header in raw.blocks] == [
+            4 * elements for elements in SIZES.values()
+        ]
         await all_given_back(server)
 
 
@@ -346,7 +372,12 @@ async def test_a_pull_cannot_take_more_than_it_was_lent(server, count):
 async def test_a_trainer_killed_in_a_push_leaves_whole_blocks_and_no_memory_behind(server):
     values = await server.initialise()
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.shared.serving.data_plane.dying_pusher", server.url, server.member.uds, TOKEN
+        sys.executable,
+        "-m",
+        "tests.shared.serving.data_plane.dying_pusher",
+        server.url,
+        server.member.uds,
+        TOKEN,
     )
     try:
         async with asyncio.timeout(20):

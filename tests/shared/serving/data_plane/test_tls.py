@@ -46,7 +46,8 @@ async def test_steps_over_tls_give_what_they_give_without(tls):
         async with server.client as client:
             values, flat = await server.initialise(lanes=4), Flat()
             await asyncio.gather(
-                client.push(push_header(0), gradients(0.5)), client.pull(pull_request(1, SIZES, wait_s=20), flat.sink)
+                client.push(push_header(0), gradients(0.5)),
+                client.pull(pull_request(1, SIZES, wait_s=20), flat.sink),
             )
             for number, value in values.items():
                 assert torch.equal(flat.values[number], value - 0.5)
@@ -71,11 +72,16 @@ async def test_slots_are_handed_over_with_tls(tls):
     async def take(header, parts):
         return HandoffAnswer(have=[part.block async for part, _ in parts] == [7])
 
-    header = HandoffHeader(job=JOB, generation=1, migration="op-1.1", group=0, source=1, timeline=0, whole=True)
+    header = HandoffHeader(
+        job=JOB, generation=1, migration="op-1.1", group=0, source=1, timeline=0, whole=True
+    )
     part = HandoffPart(block=7, name="", dtype="float32"), memoryview(bytes(64))
     async with served(tls) as server:
         server.pserver.handoffs = SimpleNamespace(take=take)
-        ours, stranger = HttpHandoff(server.member, TOKEN, tls=tls.client()), HttpHandoff(server.member, TOKEN)
+        ours, stranger = (
+            HttpHandoff(server.member, TOKEN, tls=tls.client()),
+            HttpHandoff(server.member, TOKEN),
+        )
         try:
             assert (await ours.hand_over(header, iter([part]))).have
             with pytest.raises(PeerError, match=r"(?i)certificate"):

@@ -1,4 +1,5 @@
-"""Buffers that stay as they are travel once, over every transport: the trainer's ParameterServers on real sockets."""
+"""Buffers that stay as they are travel once, over every transport: the trainer's ParameterServers on real
+sockets."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ LAYOUT = layout_of(
 )
 SEGMENTS = {block.number: block.segment for block in LAYOUT.blocks()}
 SIZES = {block.number: block.elements for block in LAYOUT.blocks()}
-PARAMETERS, TABLE, COUNTER = ([n for n, segment in SEGMENTS.items() if segment == wanted] for wanted in range(3))
+PARAMETERS, TABLE, COUNTER = (
+    [n for n, segment in SEGMENTS.items() if segment == wanted] for wanted in range(3)
+)
 OTHER_BYTES = 4 * 10_000 + 8 * 10
 
 
@@ -45,7 +48,9 @@ class Vectors:
     layout = LAYOUT
 
     def __init__(self):
-        self.values, self.next = ({n: bytearray(b.bytes) for n, b in enumerate(LAYOUT.blocks())} for _ in range(2))
+        self.values, self.next = (
+            {n: bytearray(b.bytes) for n, b in enumerate(LAYOUT.blocks())} for _ in range(2)
+        )
         self.kept = []
 
     def current(self, block):

@@ -51,7 +51,9 @@ async def read(server: Server, **fields) -> tuple[int, np.ndarray, np.ndarray]:
     found, slot, part = [], 0, 0
     while slot < 16:
         end, payload = await server.client.table(request(first=slot, part=part, **fields))
-        found.append((ids_in(payload, [end.rows], [3], rows=True)[0], rows_in(payload, [end.rows], [3], ids=True)[0]))
+        found.append(
+            (ids_in(payload, [end.rows], [3], rows=True)[0], rows_in(payload, [end.rows], [3], ids=True)[0])
+        )
         slot, part = end.next, end.part
     ids, values = (np.concatenate(each) for each in zip(*found, strict=True))
     order = np.argsort(ids)

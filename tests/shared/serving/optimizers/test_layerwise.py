@@ -55,7 +55,9 @@ def numbers(zero: str = ""):
 
 
 @pytest.mark.parametrize("zero", ["", "values", "gradients"])
-@pytest.mark.parametrize(("momentum", "decay", "trust"), [(0.9, 1e-2, 1e-3), (0.0, 0.0, 0.02), (0.5, 0.3, 1.0)])
+@pytest.mark.parametrize(
+    ("momentum", "decay", "trust"), [(0.9, 1e-2, 1e-3), (0.0, 0.0, 0.02), (0.5, 0.3, 1.0)]
+)
 def test_lars_is_the_papers_algorithm(zero, momentum, decay, trust):
     options = {"lr": 0.3, "momentum": momentum, "weight_decay": decay, "trust_coefficient": trust}
     found = stepped(lambda parameters: trireme.optim.LARS(parameters, **options), *numbers(zero))
@@ -75,14 +77,19 @@ def test_lamb_is_the_papers_algorithm(zero, betas, eps, decay):
 
 
 def test_without_layerwise_lars_is_sgd_and_lamb_adamw():
-    """With decay the momentum of SGD has no learning rate in it, which is the same as long as that does not change."""
+    """With decay the momentum of SGD has no learning rate in it, which is the same as long as that does not
+    change."""
     start, gradients = numbers()
     lars = stepped(
-        lambda p: trireme.optim.LARS(p, lr=0.1, momentum=0.9, weight_decay=0.1, layerwise=False), start, gradients
+        lambda p: trireme.optim.LARS(p, lr=0.1, momentum=0.9, weight_decay=0.1, layerwise=False),
+        start,
+        gradients,
     )
     sgd = stepped(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), start, gradients)
     np.testing.assert_allclose(lars, sgd, rtol=1e-12, atol=1e-14)
-    lamb = stepped(lambda p: trireme.optim.LAMB(p, lr=0.1, weight_decay=0.1, layerwise=False), start, gradients)
+    lamb = stepped(
+        lambda p: trireme.optim.LAMB(p, lr=0.1, weight_decay=0.1, layerwise=False), start, gradients
+    )
     adamw = stepped(lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-6, weight_decay=0.1), start, gradients)
     np.testing.assert_allclose(lamb, adamw, rtol=1e-12, atol=1e-14)
 
@@ -100,10 +107,13 @@ def test_norms_are_over_the_memory_of_a_parameter_in_any_format_of_it_and_of_its
             optimizer.step()
         return parameter.detach()
 
-    start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9)).to(memory_format=torch.channels_last)
+    start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9)).to(
+        memory_format=torch.channels_last
+    )
     found = trained(start.clone(), lambda gradient: gradient)
     flat = trained(
-        start.permute(0, 2, 3, 1).reshape(-1).clone(), lambda gradient: gradient.permute(0, 2, 3, 1).reshape(-1)
+        start.permute(0, 2, 3, 1).reshape(-1).clone(),
+        lambda gradient: gradient.permute(0, 2, 3, 1).reshape(-1),
     )
     assert torch.equal(found.permute(0, 2, 3, 1).reshape(-1), flat)
 
@@ -158,5 +168,7 @@ def test_options_that_cannot_be_are_refused(name, options, message):
 def test_sparse_gradients_are_refused(name):
     table = torch.nn.Embedding(9, 4, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match="LARS and LAMB take dense gradients; make the layer without sparse=True"):
+    with pytest.raises(
+        RuntimeError, match="LARS and LAMB take dense gradients; make the layer without sparse=True"
+    ):
         getattr(trireme.optim, name)(table.parameters()).step()

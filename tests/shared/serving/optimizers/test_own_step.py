@@ -1,4 +1,5 @@
-"""What a script adds to the step of an optimizer or a scheduler is refused where the job would not have it."""
+"""What a script adds to the step of an optimizer or a scheduler is refused where the job would not have
+it."""
 
 from __future__ import annotations
 
@@ -54,10 +55,15 @@ def test_hooks_and_a_replaced_step_are_named(add, added, scheduled):
 @pytest.mark.parametrize("kind", ["pre", "post"])
 def test_a_hook_of_all_optimizers_is_named(kind):
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    register = getattr(__import__("torch.optim.optimizer", fromlist=["x"]), f"register_optimizer_step_{kind}_hook")
+    register = getattr(
+        __import__("torch.optim.optimizer", fromlist=["x"]), f"register_optimizer_step_{kind}_hook"
+    )
     handle = register(average)
     try:
-        assert added_to_step(optimizer) == f"a hook of all optimizers (average, by register_optimizer_step_{kind}_hook)"
+        assert (
+            added_to_step(optimizer)
+            == f"a hook of all optimizers (average, by register_optimizer_step_{kind}_hook)"
+        )
     finally:
         handle.remove()
     assert added_to_step(optimizer) == ""

@@ -50,14 +50,18 @@ def whole_blocks(lanes: tuple[int, int] = (0, 4)) -> list[tuple[PushBlock, bytes
     ]
 
 
-def step_of(keys: Iterable[np.ndarray] = (ids(1, 2), ids(7)), lanes: int = 4) -> list[tuple[PushBlock, bytes]]:
+def step_of(
+    keys: Iterable[np.ndarray] = (ids(1, 2), ids(7)), lanes: int = 4
+) -> list[tuple[PushBlock, bytes]]:
     """A whole step, all lanes with the same ids."""
     return [*whole_blocks(), *(pushed_rows(lane, *keys) for lane in range(lanes))]
 
 
 def wanted(version: int, *keys: np.ndarray, **fields: object) -> tuple[LookupRequest, memoryview]:
     counts = tuple(len(some) for some in keys)
-    return LookupRequest(**{"job": JOB, "generation": 1, "version": version, "rows": counts, **fields}), joined(keys)
+    return LookupRequest(
+        **{"job": JOB, "generation": 1, "version": version, "rows": counts, **fields}
+    ), joined(keys)
 
 
 def values_in(rows: memoryview, *counts: int) -> list[list[list[float]]]:
@@ -70,7 +74,9 @@ def values_in(rows: memoryview, *counts: int) -> list[list[list[float]]]:
 
 
 def carry(
-    rng: random.Random, arriving: ArrivingRows | ArrivingBlocks, parts: Iterable[tuple[HandoffPart, memoryview]]
+    rng: random.Random,
+    arriving: ArrivingRows | ArrivingBlocks,
+    parts: Iterable[tuple[HandoffPart, memoryview]],
 ) -> None:
     """From a source to a target; some parts twice."""
     for part, payload in parts:

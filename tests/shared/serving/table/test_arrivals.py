@@ -1,4 +1,5 @@
-"""Rows of asynchronous pushes: each minibatch once for each slot, wherever the slots came from; and how old rows are."""
+"""Rows of asynchronous pushes: each minibatch once for each slot, wherever the slots came from; and how old
+rows are."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def push(
     by: int = 0,
     **fields,
 ) -> str:
-    """Minibatch `start` of a task, `by` this version of the slot map; the worst that is said of it, or how it was taken."""
+    """Minibatch `start` of a task, `by` this version of the slot map; the worst that is said of it, or how it
+    was taken."""
     server = BlockServer("ctr", "ps-1")
     server.store, server.index = store, index
     pushing = OpenPush(server, store, async_header(task, start, start + 1, MINIBATCHES, **fields))
@@ -109,7 +111,8 @@ def copied(stores: list[AsyncStore]) -> list:
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Two parameter servers at one instant. Server 0 has a minibatch more: the trainer that pushed it was left out of the pause."""
+    """Two parameter servers at one instant. Server 0 has a minibatch more: the trainer that pushed it was
+    left out of the pause."""
     stores = [store_of(0), store_of(1)]
     for index, store in enumerate(stores):
         mine = of_server(index)
@@ -144,7 +147,8 @@ def test_each_slot_goes_on_where_its_rows_stand_whoever_owns_it(checkpoint, pser
 
 
 def test_rows_that_were_loaded_take_no_push_by_an_older_map(checkpoint):
-    """It has no ids of slots that came to this parameter server since; their minibatch would count as done."""
+    """It has no ids of slots that came to this parameter server since; their minibatch would count as
+    done."""
     (store,) = parts.load(*checkpoint, 1, version=3)
     mine = of_server(0)[:1]
     assert push(store, 0, 2, mine, NONE, by=2) == Verdict.WRONG_OWNER

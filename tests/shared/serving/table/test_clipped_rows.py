@@ -1,4 +1,5 @@
-"""A parameter server that has rows of tables and no blocks, in a job that clips: it makes no record of a version before it knows the norm."""
+"""A parameter server that has rows of tables and no blocks, in a job that clips: it makes no record of a
+version before it knows the norm."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ async def server_without_blocks() -> Pserver:
 
 async def push(pserver: Pserver, step: int) -> None:
     lanes = [pushed_rows(lane, *KEYS) for lane in range(4)]
-    results = [(item.model_copy(update={"result": NodeResult(loss_sum=1.0, records=2)}), rows) for item, rows in lanes]
+    results = [
+        (item.model_copy(update={"result": NodeResult(loss_sum=1.0, records=2)}), rows)
+        for item, rows in lanes
+    ]
     answer = await pserver.push(push_header(step), stream(*results))
     assert answer.applied == 4
 
@@ -80,7 +84,11 @@ async def test_rows_are_read_at_once_and_the_versions_record_is_made_with_the_no
     end = await end_of(held, 1, told())
     assert end.record is not None
     assert end.record.result is not None
-    norms = [end.record.grad_norm, end.record.result.grad_norm, *(each.grad_norm for each in end.results or ())]
+    norms = [
+        end.record.grad_norm,
+        end.record.result.grad_norm,
+        *(each.grad_norm for each in end.results or ()),
+    ]
     assert (end.code, norms) == ("OK", [NORM] * 3)
     assert saved(held) == [(1, NORM)]
     assert (await end_of(held, 1)).record == end.record
@@ -103,7 +111,8 @@ async def test_a_norm_of_another_step_or_timeline_is_none_and_the_first_one_coun
 
 @pytest.mark.parametrize("made", [False, True])
 async def test_what_another_parameter_server_hands_over_has_the_norm_too(held: Pserver, made: bool) -> None:
-    """A resize: the record, which was made elsewhere, comes while the rows here wait for the norm; or only the norm does."""
+    """A resize: the record, which was made elsewhere, comes while the rows here wait for the norm; or only
+    the norm does."""
     source = await server_without_blocks()
     await push(source, 0)
     assert held.store is not None

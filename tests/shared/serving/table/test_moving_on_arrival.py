@@ -1,4 +1,5 @@
-"""Asynchronous: rows that move with their slots while pushes come. Whatever comes in which order, each slot has each minibatch once."""
+"""Asynchronous: rows that move with their slots while pushes come. Whatever comes in which order, each slot
+has each minibatch once."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ SPECS = (
     TableSpec(name="admitted", dim=1, seed=6, optimizer=SGD, init=ZEROS, admit_after=3),
 )
 NOT_ADMITTED = (0, 2)  # of the minibatches that an id is in, by table
-LAYOUT = layout_of(40, optimizer=PLAIN).model_copy(update={"tables": SPECS, "slot_count": SLOTS, "segments": ()})
+LAYOUT = layout_of(40, optimizer=PLAIN).model_copy(
+    update={"tables": SPECS, "slot_count": SLOTS, "segments": ()}
+)
 IDS = 40
 Keys = list[np.ndarray]
 
@@ -60,7 +63,9 @@ def keys_of(task: int, minibatch: int) -> Keys:
     return [np.array(sorted(rng.sample(range(IDS), rng.randint(0, 8))), np.int64) for _ in SPECS]
 
 
-def push(store: AsyncStore, index: int, keys: Keys, by: SlotMap, task: int, start: int, attempt: int = 1) -> str:
+def push(
+    store: AsyncStore, index: int, keys: Keys, by: SlotMap, task: int, start: int, attempt: int = 1
+) -> str:
     server = BlockServer("ctr", "ps-1")
     server.store, server.index = store, index
     pushing = OpenPush(server, store, async_header(task, start, start + 1, MINIBATCHES, attempt))
@@ -123,7 +128,9 @@ class Job:
             else:
                 self.train(self.rng.choice(self.trainers))
         else:
-            pytest.fail(f"it is never over: {self.trainers}, {self.move}, {[store.ledger for store in self.stores]}")
+            pytest.fail(
+                f"it is never over: {self.trainers}, {self.move}, {[store.ledger for store in self.stores]}"
+            )
         if self.move is not None:
             self.end(drop=True)
         self.check()
@@ -150,7 +157,9 @@ class Job:
             some[owners[slots_of(some, spec.seed, SLOTS)] == index]
             for some, spec in zip(keys_of(trainer.task, trainer.minibatch), SPECS, strict=True)
         ]
-        found = push(self.stores[index], index, keys, trainer.by, trainer.task, trainer.minibatch, trainer.attempt)
+        found = push(
+            self.stores[index], index, keys, trainer.by, trainer.task, trainer.minibatch, trainer.attempt
+        )
         self.seen[found] += 1
         if found in (Verdict.APPLIED, Verdict.DUPLICATE):
             if self.rng.random() < 0.9:  # else the answer is lost
@@ -236,7 +245,9 @@ class Job:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 200), marks=[pytest.mark.soak, pytest.mark.timeout(1800)])], ids=str
+    "seeds",
+    [range(2), pytest.param(range(2, 200), marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+    ids=str,
 )
 def test_each_slot_has_each_minibatch_once_wherever_it_is(seeds):
     seen = sum((Job(seed).run().seen for seed in seeds), Counter())
@@ -268,7 +279,9 @@ def without_sketches() -> Callable:
 
 def without_removals() -> Callable:
     whole = LeavingOnArrival.rest
-    return replaced(LeavingOnArrival, "rest", lambda self: (p for p in whole(self) if p[0].name != RowPart.NOW))
+    return replaced(
+        LeavingOnArrival, "rest", lambda self: (p for p in whole(self) if p[0].name != RowPart.NOW)
+    )
 
 
 ABLATIONS = {
@@ -315,7 +328,11 @@ def ages(store: AsyncStore) -> dict[int, int]:
 
 
 def moved(
-    source: AsyncStore, target: AsyncStore, meanwhile: Callable[[], None] = lambda: None, *, joins: bool = False
+    source: AsyncStore,
+    target: AsyncStore,
+    meanwhile: Callable[[], None] = lambda: None,
+    *,
+    joins: bool = False,
 ) -> None:
     leaving = LeavingBlocks(source, (), LeavingOnArrival(source.rows, MOVED))
     arriving = ArrivingBlocks({}, target.pool, ArrivingOnArrival(target.rows, MOVED), MOVED)
@@ -357,7 +374,8 @@ def test_rows_are_as_old_as_they_were_though_their_new_owner_counts_for_itself(s
     for _ in range(steps):
         step(target)
     moved(source, target)
-    assert ages(target) == {key: min(5, steps + 1), other: steps}  # no row is older than the count of its server
+    # no row is older than the count of its server
+    assert ages(target) == {key: min(5, steps + 1), other: steps}
     assert target.rows.tables[0].updates == max(6, steps + 1)
 
 

@@ -1,4 +1,5 @@
-"""Rows that move with their slots while steps go on: whatever comes in which order, they are those of a parameter server that has them all."""
+"""Rows that move with their slots while steps go on: whatever comes in which order, they are those of a
+parameter server that has them all."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ SPECS = (
         admit_after=3,
         evict_after_steps=4,
     ),
-    TableSpec(name="small", dim=3, seed=6, optimizer=RowOptimizer(kind="adagrad", lr=0.5), init=INIT, max_rows=48),
+    TableSpec(
+        name="small", dim=3, seed=6, optimizer=RowOptimizer(kind="adagrad", lr=0.5), init=INIT, max_rows=48
+    ),
 )
 LAYOUT = layout_of(40, optimizer=PLAIN).model_copy(update={"tables": SPECS, "slot_count": SLOTS})
 EVERY = [np.arange(60), np.arange(100)]
@@ -47,7 +50,8 @@ def lane_of(rng: random.Random) -> Lane:
     keys = [np.array(sorted(rng.sample(range(len(every)), rng.randint(0, 12))), np.int64) for every in EVERY]
     noise = np.random.default_rng(rng.randrange(1 << 30))
     gradients = [
-        noise.standard_normal((len(some), spec.dim)).astype(np.float32) for some, spec in zip(keys, SPECS, strict=True)
+        noise.standard_normal((len(some), spec.dim)).astype(np.float32)
+        for some, spec in zip(keys, SPECS, strict=True)
     ]
     return keys, gradients, rng.choice([0, 1, 1, 2])
 
@@ -83,7 +87,8 @@ class Move:
 
 @dataclass
 class Job:
-    """Parameter servers, the slot map, one move at a time, and lanes that are pushed by slot maps that may be old."""
+    """Parameter servers, the slot map, one move at a time, and lanes that are pushed by slot maps that may be
+    old."""
 
     rng: random.Random
     map: SlotMap = field(default_factory=lambda: SlotMap(version=1, owners=(0,) * SLOTS))
@@ -113,11 +118,15 @@ class Job:
                 return
         pytest.fail(f"step {number} is never whole: {due}, {self.move}, {self.members}")
 
-    def push(self, number: int, lanes: list[Lane], by: list[SlotMap], due: set, chosen: tuple[int, int]) -> None:
+    def push(
+        self, number: int, lanes: list[Lane], by: list[SlotMap], due: set, chosen: tuple[int, int]
+    ) -> None:
         lane, index = chosen
         keys, gradients, count = lanes[lane]
         rows, owners = self.members[index], np.array(by[lane].owners)
-        mine = [owners[slots_of(some, spec.seed, SLOTS)] == index for some, spec in zip(keys, SPECS, strict=True)]
+        mine = [
+            owners[slots_of(some, spec.seed, SLOTS)] == index for some, spec in zip(keys, SPECS, strict=True)
+        ]
         ids = [some[own] for some, own in zip(keys, mine, strict=True)]
         if rows.are_by(by[lane].version, self.map) and rows.are_owned(ids, self.map, index):
             verdict = rows.push(

@@ -1,4 +1,5 @@
-"""Rows of asynchronous pushes are stepped some at a time: whatever comes in between, each push counts whole or not at all."""
+"""Rows of asynchronous pushes are stepped some at a time: whatever comes in between, each push counts whole
+or not at all."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Place:
 @asynccontextmanager
 async def serving(turn_s: float = 0.0):
     """A parameter server of an asynchronous job that does one portion in a turn."""
-    pserver, _ = await initialised(LAYOUT, Mode.ASYNC, 1, ports=ServerPorts(row_steps=partial(RowTurns, turn_s=turn_s)))
+    pserver, _ = await initialised(
+        LAYOUT, Mode.ASYNC, 1, ports=ServerPorts(row_steps=partial(RowTurns, turn_s=turn_s))
+    )
     yield pserver
 
 
@@ -113,7 +116,8 @@ async def test_a_push_that_is_given_up_in_the_middle_is_whole_and_counts_once():
 
 
 async def copied(pserver, pushing):
-    """The next minibatch by the ledger, and the values of rows, as a copy has them that is made now and read when these pushes are whole."""
+    """The next minibatch by the ledger, and the values of rows, as a copy has them that is made now and read
+    when these pushes are whole."""
     made = await copies.begin(
         pserver, pserver.store, lambda: pserver.store.begin_copy(StepRecord(version=1, positions=()))
     )
@@ -214,7 +218,9 @@ async def test_more_bytes_than_may_wait_are_to_be_pushed_again(monkeypatch):
         await begun(pserver)
         waits = asyncio.ensure_future(push(pserver, 1, MANY, NONE))
         await asyncio.sleep(0)
-        with pytest.raises(NotReady, match="1 pushes with 320000 bytes of rows wait at pserver-0: push again"):
+        with pytest.raises(
+            NotReady, match="1 pushes with 320000 bytes of rows wait at pserver-0: push again"
+        ):
             await push(pserver, 2, MANY, NONE)
         assert (await large, await waits) == ("APPLIED", "APPLIED")
         assert await push(pserver, 2, MANY, NONE) == "APPLIED"
@@ -292,7 +298,8 @@ async def test_rows_freeze_when_the_push_that_is_being_stepped_is_whole():
 
 
 async def test_rows_of_slots_that_left_are_given_back_in_turns_and_a_snapshot_that_is_open_has_them():
-    """All at once held up lookups for as long as there were rows; who reads the snapshot waits until it has them."""
+    """All at once held up lookups for as long as there were rows; who reads the snapshot waits until it has
+    them."""
     async with serving() as pserver:
         assert await push(pserver, 0, MANY, ids(7)) == "APPLIED"
         rows = pserver.store.rows

@@ -92,7 +92,9 @@ class StepsLater(StepsAtOnce):
         pass
 
 
-@pytest.mark.parametrize("referred", [True, False], ids=["in the trainer's memory", "in memory for the next block"])
+@pytest.mark.parametrize(
+    "referred", [True, False], ids=["in the trainer's memory", "in memory for the next block"]
+)
 def test_what_was_pushed_may_be_overwritten_afterwards(referred):
     server = BlockServer("ctr", "ps-1", ports=ServerPorts(row_steps=StepsLater))
     server.store = store = store_of(init_header(LAYOUT.model_copy(update={"segments": ()}), Mode.SYNC, 1))

@@ -1,4 +1,5 @@
-"""Rows and their gradients in memory that a trainer and a parameter server on one host share: what moves, who may overwrite what."""
+"""Rows and their gradients in memory that a trainer and a parameter server on one host share: what moves, who
+may overwrite what."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ ROW_BYTES = MANY.size * 2 * 4  # of table 0
 
 def came_in(monkeypatch):
     came, updated = [], FrameStream.buffer_updated
-    monkeypatch.setattr(FrameStream, "buffer_updated", lambda self, count: came.append(count) or updated(self, count))
+    monkeypatch.setattr(
+        FrameStream, "buffer_updated", lambda self, count: came.append(count) or updated(self, count)
+    )
     return came
 
 

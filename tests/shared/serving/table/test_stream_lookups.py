@@ -1,4 +1,5 @@
-"""Tables over streams, on both event loops, and over plain requests: lookups that wait, steps in portions, roll-backs."""
+"""Tables over streams, on both event loops, and over plain requests: lookups that wait, steps in portions,
+roll-backs."""
 
 from __future__ import annotations
 
@@ -10,11 +11,29 @@ import pytest
 import torch
 
 from tests.equipment.etcd.simulated import SimulatedEtcd
-from tests.pserver_service.jobs import JOB, PLAIN, async_header, layout_of, pull_request, push_header, settled, stream
+from tests.pserver_service.jobs import (
+    JOB,
+    PLAIN,
+    async_header,
+    layout_of,
+    pull_request,
+    push_header,
+    settled,
+    stream,
+)
 from tests.pserver_service.membership.test_index import SPEC
 from tests.shared.serving.data_plane.servers import TRANSPORTS, server
 from tests.shared.serving.data_plane.streams import streamed
-from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, step_of, values_in, wanted, whole_blocks
+from tests.shared.serving.table.tables import (
+    LAYOUT,
+    NONE,
+    ids,
+    pushed_rows,
+    step_of,
+    values_in,
+    wanted,
+    whole_blocks,
+)
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.protocol.errors import BadFrame, CallerError, InvalidArgument, NotReady
@@ -155,7 +174,9 @@ async def test_ids_of_another_parameter_server_are_refused(server):
     await made(server)
     server.pserver.store.slots = SlotMap(version=2, owners=(1,) * LAYOUT.slot_count)
     assert await rows_at(server, 0, *KEYS) == ("WRONG_OWNER", 0)
-    assert [each.code for each in (await push(server, 0, [pushed_rows(0, *KEYS)])).refused] == [Verdict.WRONG_OWNER]
+    assert [each.code for each in (await push(server, 0, [pushed_rows(0, *KEYS)])).refused] == [
+        Verdict.WRONG_OWNER
+    ]
     assert await rows_at(server, 0, NONE, NONE) == ("OK", [[], []])
     assert not server.pserver.store.rows.lanes_there
 
@@ -250,7 +271,9 @@ async def test_a_step_waits_until_a_snapshot_that_keeps_too_much_is_read_or_give
         await push(server, step, step_of(KEYS))
         assert (await rows_at(server, step + 1, *KEYS, wait_s=20))[0] == "OK"
     assert sum(each.kept_bytes for each in stuck) == 0
-    with pytest.raises(InvalidArgument, match=r"kept \d+ bytes of rows for it, 50 are allowed, and none were written"):
+    with pytest.raises(
+        InvalidArgument, match=r"kept \d+ bytes of rows for it, 50 are allowed, and none were written"
+    ):
         stuck[0].read(next(stuck[0].groups()))
 
 

@@ -30,7 +30,9 @@ def looking(number: int = 1, counts=(2, 1), version=0, **fields) -> bytes:
 
 
 def ids_frame(payload: bytes, number: int = 1, size: int | None = None) -> bytes:
-    return codec.encode_block({"id": number, "lookup": True}, len(payload) if size is None else size) + payload
+    return (
+        codec.encode_block({"id": number, "lookup": True}, len(payload) if size is None else size) + payload
+    )
 
 
 def rows_frame(payload: bytes, number: int = 1, size: int | None = None, **fields) -> bytes:
@@ -85,7 +87,10 @@ async def answer_to(server, *frames: bytes) -> dict:
         ([looking(counts=(2, 0)), ids_frame(ids(2, 1).tobytes()), end()], "do not ascend"),
         ([looking(counts=(2, 0)), ids_frame(ids(2, 2).tobytes()), end()], "do not ascend"),
         ([looking(), end()], "without its ids"),
-        ([looking(version=9, wait_s=9), ids_frame(GOOD_IDS), end(), end()], "ended without its ids, or twice"),
+        (
+            [looking(version=9, wait_s=9), ids_frame(GOOD_IDS), end(), end()],
+            "ended without its ids, or twice",
+        ),
         ([looking(), looking()], "call 1 is open already"),
         ([ids_frame(GOOD_IDS, 7), end(7)], "call 7 is open already, or its message is no map"),
         ([looking(number) for number in range(65)], "more than 64 calls"),
@@ -164,7 +169,9 @@ async def test_rows_that_nobody_reads_are_made_one_answer_at_a_time(server):
     async with raw_stream(server) as raw:
         raw.transport.pause_reading()
         for number in range(calls):
-            raw.transport.write(looking(number, (len(keys), 0)) + ids_frame(keys.tobytes(), number) + end(number))
+            raw.transport.write(
+                looking(number, (len(keys), 0)) + ids_frame(keys.tobytes(), number) + end(number)
+            )
         async with asyncio.timeout(20):
             while len(server.pserver.lookups) + made < calls:
                 await asyncio.sleep(0.01)

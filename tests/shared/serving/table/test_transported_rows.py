@@ -1,5 +1,5 @@
-"""Whole steps through payloads, as trainers and parameter servers send them: tables of different dims in one request, in each dtype that rows may travel
-in, against numbers in a dict."""
+"""Whole steps through payloads, as trainers and parameter servers send them: tables of different dims in one
+request, in each dtype that rows may travel in, against numbers in a dict."""
 
 from __future__ import annotations
 
@@ -71,12 +71,16 @@ def test_rows_of_all_tables_come_as_they_are_rounded_and_gradients_too(data, dty
                 left, right = (cast(tables[number].get(key, nothing), dtype) for tables in pushed)
                 before = expected[number].get(key, np.full(dim, 0.5, np.float32))
                 mean = (left + right) * np.float32(0.5)
-                expected[number][key] = (before.astype(np.float64) - 0.25 * mean.astype(np.float64)).astype(np.float32)
+                expected[number][key] = (before.astype(np.float64) - 0.25 * mean.astype(np.float64)).astype(
+                    np.float32
+                )
     keys = [np.array(sorted({*found, 77}), np.int64) for found in expected]
     counts = tuple(len(some) for some in keys)
     answer = rows.lookup(rows.version, ids_in(joined(keys), counts, DIMS, rows=False), dtype)
     for number, values in enumerate(rows_in(answer, counts, DIMS, ids=False, dtype=dtype)):
-        found = [expected[number].get(key, np.full(DIMS[number], 0.5, np.float32)) for key in keys[number].tolist()]
+        found = [
+            expected[number].get(key, np.full(DIMS[number], 0.5, np.float32)) for key in keys[number].tolist()
+        ]
         assert values.dtype == np.float32
         assert np.array_equal(values, cast(np.array(found, np.float32), dtype))
 
@@ -93,6 +97,8 @@ def test_values_that_float16_cannot_hold_are_refused_and_infinite_ones_travel():
 def test_a_payload_of_another_dtype_than_it_says_has_another_size():
     rows = TableRows(LAYOUT, 1, 0)
     request, _ = wanted(0, np.array([1]), np.array([2]))
-    payload = joined([np.array([1]), np.array([2])], [np.ones((1, 2), np.float32), np.ones((1, 3), np.float32)])
+    payload = joined(
+        [np.array([1]), np.array([2])], [np.ones((1, 2), np.float32), np.ones((1, 3), np.float32)]
+    )
     with pytest.raises(BadFrame, match="36 bytes for 2 ids: expected 26"):
         rows.read(request.rows, payload, "bfloat16")

@@ -6,7 +6,14 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from trireme_shared.serving.transport.shared_memory import PAGE_BYTES, Borrower, Lender, Offers, Region, ServerMemory
+from trireme_shared.serving.transport.shared_memory import (
+    PAGE_BYTES,
+    Borrower,
+    Lender,
+    Offers,
+    Region,
+    ServerMemory,
+)
 
 
 def test_an_answer_to_a_peers_offer_names_no_region_that_the_peer_was_not_told_of():

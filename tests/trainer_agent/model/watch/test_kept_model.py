@@ -40,7 +40,10 @@ def loss(model, batch):
 COUNTED = "seen = []\n" + LOSS.replace("model.steps += 1", "seen.append(1)").replace(
     "model.steps > AFTER", "len(seen) > 1"
 )
-THAWED = r"changed requires_grad of the parameter body\.weight: it was False when training began, and now it is True; .*in a second job"
+THAWED = (
+    r"changed requires_grad of the parameter body\.weight: it was False when training began, and now "
+    r"it is True; .*in a second job"
+)
 CHANGES = {
     "thawed": ("model.body.requires_grad_(True)", THAWED),
     "frozen": (
@@ -48,7 +51,10 @@ CHANGES = {
         r"parameter head\.bias: it was True when training began, and now it is False",
     ),
     "another layer": ("model.head = nn.Linear(8, 3)", r"the parameter head\.weight was replaced"),
-    "another parameter": ("model.head.bias = nn.Parameter(torch.zeros(3))", r"the parameter head\.bias was replaced"),
+    "another parameter": (
+        "model.head.bias = nn.Parameter(torch.zeros(3))",
+        r"the parameter head\.bias was replaced",
+    ),
     "a layer more": ("model.more = nn.Linear(2, 2)", r"the parameter more\.weight was added"),
     "a layer less": ("model.head.bias = None", r"the parameter head\.bias was taken away"),
     "a buffer more": ("model.register_buffer('seen', torch.ones(()))", "the buffer seen was added"),
@@ -60,7 +66,10 @@ CHANGES = {
         "__import__('torch.nn.utils.prune').nn.utils.prune.l1_unstructured(model.head, 'weight', 0.5)",
         r"the parameter head\.weight was taken away",
     ),
-    "other memory": ("model.head.weight.data = model.head.weight.data.clone()", r"changed the parameter head\.weight"),
+    "other memory": (
+        "model.head.weight.data = model.head.weight.data.clone()",
+        r"changed the parameter head\.weight",
+    ),
     "another dtype": ("model.half().float()", r"changed the parameter (body|head)\."),
 }
 
@@ -88,14 +97,18 @@ async def test_a_model_that_is_thawed_while_a_job_trains_fails_it_at_once(tmp_pa
     async with (cluster if strategy == "parameter_server" else collective_cluster)(spec, 2) as made:
         state = await made.ended()
     assert state.phase is Phase.FAILED
-    assert state.failure.message.startswith("loss(model, batch) changed requires_grad of the parameter body.weight")
+    assert state.failure.message.startswith(
+        "loss(model, batch) changed requires_grad of the parameter body.weight"
+    )
     assert ", step 5, lane " in state.failure.task
 
 
 async def test_a_change_behind_the_first_minibatches_is_noticed_at_the_end(tmp_path):
     """Names are compared in some minibatches only, and before the model is exported."""
     script = write_script(
-        tmp_path, model=MODEL, loss=LOSS.replace("AFTER", "5").replace("CHANGE", "model.more = nn.Linear(2, 2)")
+        tmp_path,
+        model=MODEL,
+        loss=LOSS.replace("AFTER", "5").replace("CHANGE", "model.more = nn.Linear(2, 2)"),
     )
     async with cluster(spec_for(script), 1) as made:
         state = await made.ended()

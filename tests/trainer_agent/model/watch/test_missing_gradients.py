@@ -36,7 +36,10 @@ BOTH = "the parameters other.weight, other.bias got no gradient from a minibatch
         (NEVER, "AdamW(model.parameters())", "weight decay moves them"),
         (
             NEVER,
-            "SGD([{'params': model.body.parameters(), 'weight_decay': 1}, {'params': model.other.parameters()}], lr=0.1)",
+            (
+                "SGD([{'params': model.body.parameters(), 'weight_decay': 1}, {'params': "
+                "model.other.parameters()}], lr=0.1)"
+            ),
             "",
         ),
         (NEVER, "Adam(model.parameters())", ""),
@@ -48,7 +51,8 @@ BOTH = "the parameters other.weight, other.bias got no gradient from a minibatch
 )
 def test_it_is_told_where_a_gradient_of_zero_moves_it(build, used, optimizer, cause):
     compute = build(
-        model=MODEL.replace("USED", used), optimizer=f"def optimizer(model):\n    return torch.optim.{optimizer}\n"
+        model=MODEL.replace("USED", used),
+        optimizer=f"def optimizer(model):\n    return torch.optim.{optimizer}\n",
     )
     told: list[str] = []
     for number in range(5):

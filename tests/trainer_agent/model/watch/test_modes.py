@@ -1,4 +1,5 @@
-"""Modules keep the mode that model() gave them, and a mode that changes from minibatch to minibatch is refused."""
+"""Modules keep the mode that model() gave them, and a mode that changes from minibatch to minibatch is
+refused."""
 
 from __future__ import annotations
 
@@ -45,11 +46,16 @@ async def test_a_layer_in_evaluation_mode_stays_in_it_while_the_model_is_trained
     said = []
     alone = plain.run(load(script), spec_for(script), said.append)
     assert differing(found, alone.model.state_dict()) == []
-    assert said[0] == "model() left these modules in evaluation mode, and they stay in it while the model is trained: 1"
+    assert (
+        said[0]
+        == "model() left these modules in evaluation mode, and they stay in it while the model is trained: 1"
+    )
 
 
 def test_a_whole_model_in_evaluation_mode_is_trained_in_training_mode_and_that_is_told(tmp_path):
-    script = write_script(tmp_path, model=FROZEN.replace("made[1].requires_grad_(False).eval()", "made.eval()"))
+    script = write_script(
+        tmp_path, model=FROZEN.replace("made[1].requires_grad_(False).eval()", "made.eval()")
+    )
     said = []
     alone = plain.run(load(script), spec_for(script), said.append)
     assert int(alone.model.state_dict()["1.num_batches_tracked"]) == alone.steps
@@ -63,11 +69,14 @@ async def test_a_loss_that_sets_the_same_modes_each_time_is_trained(build):
 
 
 LEFT = (
-    "loss(model, batch) leaves 1 in training mode; every minibatch begins with it in evaluation mode, as model() says"
+    "loss(model, batch) leaves 1 in training mode; every minibatch begins with it in evaluation mode, "
+    "as model() says"
 )
 
 
-@pytest.mark.parametrize(("restored", "told"), [("model.train()", LEFT), ("model.train(); model[1].eval()", None)])
+@pytest.mark.parametrize(
+    ("restored", "told"), [("model.train()", LEFT), ("model.train(); model[1].eval()", None)]
+)
 async def test_a_mode_that_loss_leaves_is_undone_and_told(build, tmp_path, restored, told):
     of_loss = MOVES.replace("MOVE", f"model.eval(); model(batch['x']); {restored}")
     parts = {
@@ -83,7 +92,10 @@ async def test_a_mode_that_loss_leaves_is_undone_and_told(build, tmp_path, resto
 
 @pytest.mark.parametrize("move", ["if len(seen) == 3: model[2].eval()", "model[2].train(len(seen) < 3)"])
 async def test_a_mode_that_changes_over_minibatches_is_refused(build, tmp_path, move):
-    message = "forward had 2 in evaluation mode, and in an earlier minibatch it was in training mode; trainers do not share modes"
+    message = (
+        "forward had 2 in evaluation mode, and in an earlier minibatch it was in training mode; "
+        "trainers do not share modes"
+    )
     parts = {"model": FROZEN, "loss": MOVES.replace("MOVE", move)}
     compute = build(**parts)
     await minibatches(compute, 2)

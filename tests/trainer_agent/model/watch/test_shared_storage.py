@@ -1,4 +1,5 @@
-"""Parameters that share memory with another tensor of the model are refused: in the flat vector each has its own."""
+"""Parameters that share memory with another tensor of the model are refused: in the flat vector each has its
+own."""
 
 from __future__ import annotations
 
@@ -21,9 +22,8 @@ OPTIMIZER = "def optimizer(model):\n    return torch.optim.SGD(model.parameters(
 REFUSED = {
     "made.b.weight.data = made.a.weight.data": "the parameter a.weight shares memory with the parameter b.weight",
     "made.b.weight.data = made.a.weight.data; made.b.weight.requires_grad = False": "the parameter a.weight shares memory with the parameter b.weight",
-    "whole = torch.randn(20); made.a.weight.data = whole[:15].view(3, 5); made.b.weight.data = whole[5:].view(3, 5)": (
-        "the parameter a.weight shares memory with the parameter b.weight"
-    ),
+    "whole = torch.randn(20); made.a.weight.data = whole[:15].view(3, 5); made.b.weight.data = "
+    "whole[5:].view(3, 5)": ("the parameter a.weight shares memory with the parameter b.weight"),
     "made.b.bias.data = made.a.weight.data[:, 0]": "the parameter a.weight shares memory with the parameter b.bias",
     "made.register_buffer('mean', made.a.weight.detach())": "the parameter a.weight shares memory with the buffer mean",
     "made.a.turned = made.a.weight.data.t()": "the parameter a.weight shares memory with the attribute a.turned",
@@ -48,7 +48,10 @@ def test_what_shares_memory_is_refused_with_both_names(build, tmp_path, tie):
     "tie",
     [
         "made.b.weight = made.a.weight",
-        "whole = torch.randn(30); made.a.weight.data = whole[:15].view(3, 5); made.b.weight.data = whole[15:].view(3, 5)",
+        (
+            "whole = torch.randn(30); made.a.weight.data = whole[:15].view(3, 5); made.b.weight.data = "
+            "whole[15:].view(3, 5)"
+        ),
         "whole = torch.randn(3, 10); made.a.weight.data = whole[:, :5]; made.b.weight.data = whole[:, 5:]",
         "made.a.weight.data = torch.randn(5, 3).t()",
         "made.kept = [made.a.weight]",

@@ -1,4 +1,5 @@
-"""Hooks of the optimizer's step and replaced steps are refused wherever a script is trained: nobody would call them in a job."""
+"""Hooks of the optimizer's step and replaced steps are refused wherever a script is trained: nobody would
+call them in a job."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_an_optimizer_with_a_step_of_its_own_is_refused_by_functions(build, tmp_
 @pytest.mark.parametrize("add", ["register_step_post_hook(print)", "step = lambda: None"])
 def test_an_optimizer_with_a_step_of_its_own_is_refused_by_loops(tmp_path, add):
     script = write_loop(
-        tmp_path, prepare=f"optimizer.{add}\nmodel, optimizer, batches = trireme.prepare(model, optimizer, dataset)\n"
+        tmp_path,
+        prepare=f"optimizer.{add}\nmodel, optimizer, batches = trireme.prepare(model, optimizer, dataset)\n",
     )
     user = load(script)
     with (

@@ -51,7 +51,9 @@ CHANGES = {
 
 
 def model_that(change, max_norm="None"):
-    return MODEL.replace("CHANGE", f"with torch.no_grad():\n            {change}").replace("MAX_NORM", max_norm)
+    return MODEL.replace("CHANGE", f"with torch.no_grad():\n            {change}").replace(
+        "MAX_NORM", max_norm
+    )
 
 
 async def minibatch(compute, number=0):
@@ -64,7 +66,10 @@ async def test_an_error_that_nobody_waits_for_any_more_is_not_reported(build):
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
     began = threading.Event()
     CALLED["began"] = began
-    slow = "__import__('tests.trainer_agent.model.watch.test_unshared_state', fromlist=['x']).slowly(); self.teacher.bias.data.add_(0.1)"
+    slow = (
+        "__import__('tests.trainer_agent.model.watch.test_unshared_state', fromlist=['x']).slowly(); "
+        "self.teacher.bias.data.add_(0.1)"
+    )
     computing = asyncio.ensure_future(minibatch(build(model=model_that(slow))))
     await asyncio.to_thread(began.wait, 60)
     computing.cancel()
@@ -134,10 +139,20 @@ async def test_the_job_fails_at_once(tmp_path):
 @pytest.mark.parametrize("shape", [(4,), (5,), (3, 4), (3, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_every_value_is_in_the_digest(shape, dtype):
-    values = torch.arange(1, 16).view(3, 5)[: shape[0]].flatten()[: torch.Size(shape).numel()].view(shape).to(dtype)
+    values = (
+        torch.arange(1, 16)
+        .view(3, 5)[: shape[0]]
+        .flatten()[: torch.Size(shape).numel()]
+        .view(shape)
+        .to(dtype)
+    )
     if len(shape) == 2:
         values = values[:, ::2]
-    for stored in (values.clone(), values.t().contiguous().t(), values.repeat(2, *[1] * (len(shape) - 1))[::2]):
+    for stored in (
+        values.clone(),
+        values.t().contiguous().t(),
+        values.repeat(2, *[1] * (len(shape) - 1))[::2],
+    ):
         before = int(digest(stored))
         for place in itertools.product(*map(range, stored.shape)):
             stored[place] += 1

@@ -62,7 +62,10 @@ async def test_a_command_follows_to_the_next_leader(tmp_path: Path) -> None:
 
 
 async def test_after_the_limit_the_error_says_what_was_waited_for(tmp_path: Path) -> None:
-    with cluster_folder.opened(tmp_path), pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for a master to lead"):
+    with (
+        cluster_folder.opened(tmp_path),
+        pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for a master to lead"),
+    ):
         await ask_leader(address, tmp_path, None, 0.2)
 
 

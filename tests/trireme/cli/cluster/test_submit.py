@@ -20,7 +20,9 @@ from trireme_shared.protocol.rest_cluster import CreateJob, CreateSchedule
 DATA = {"kind": "text_lines", "urls": ["train-*.txt", "s3://bucket/a.txt"]}
 
 
-def sent(script: Path, inspection: Inspection, scheduling: Scheduling | None = None, **flags: Any) -> CreateJob:
+def sent(
+    script: Path, inspection: Inspection, scheduling: Scheduling | None = None, **flags: Any
+) -> CreateJob:
     """As the REST API reads it."""
     request = SubmitRequest(script, flags, storage=flags.pop("storage", None))
     body = request_body(request, merge([from_flags(flags)]), inspection, scheduling or Scheduling())
@@ -37,7 +39,9 @@ def script(tmp_path: Path) -> Path:
 
 def test_the_script_goes_with_the_job_and_its_data_is_named_for_every_folder(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = sent(script, Inspection({"lanes": 4, "epochs": 3}, DATA, {**DATA, "urls": ["held-out.txt"]}), epochs=7)
+    asked = sent(
+        script, Inspection({"lanes": 4, "epochs": 3}, DATA, {**DATA, "urls": ["held-out.txt"]}), epochs=7
+    )
     assert (asked.name, asked.script, asked.storage) == ("my-model", "", "")
     assert (asked.source.file_name, asked.source.text) == ("My_Model.py", "import beside\nx = 'ä'\n")
     assert asked.source.modules == {"beside.py": "y = 1\n"}
@@ -118,7 +122,10 @@ def test_functions_of_tasks_travel_with_the_script(script, tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "publish.py").write_text("def main(): ...\n")
     asked = sent(
-        script, Inspection({}, DATA, None), pre_tasks=["make data"], post_tasks=["tools.publish:main", "beside:y"]
+        script,
+        Inspection({}, DATA, None),
+        pre_tasks=["make data"],
+        post_tasks=["tools.publish:main", "beside:y"],
     )
     assert [task.command for task in asked.settings.pre_tasks] == ["make data"]
     assert [task.function for task in asked.settings.post_tasks] == ["tools.publish:main", "beside:y"]

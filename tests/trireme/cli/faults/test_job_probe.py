@@ -1,4 +1,5 @@
-"""A probe of a job lets errors of its block out as they are: commands print them and choose their exit codes."""
+"""A probe of a job lets errors of its block out as they are: commands print them and choose their exit
+codes."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from trireme.view.report import without_tokens
 
 
 def test_a_synchronous_job_is_told_by_its_steps():
-    receipt = Receipt("ctr", "pserver-1", 77, "it was seen", 0.031, 241, 0.48, None, True, 240, 1575, 0, {}, "RUNNING")
+    receipt = Receipt(
+        "ctr", "pserver-1", 77, "it was seen", 0.031, 241, 0.48, None, True, 240, 1575, 0, {}, "RUNNING"
+    )
     assert receipt.text().splitlines() == [
         "killed              pserver-1 (pid 77, SIGKILL) of job ctr",
         "noticed             0.03 s later: it was seen",
@@ -32,5 +34,9 @@ def test_an_asynchronous_job_has_no_common_count_and_its_losses_are_told():
 
 
 def test_processes_are_called_as_chaos_kill_takes_them():
-    sentence = "trainer-0-4da120b091a6 is gone; trainer-1-1f79ea5c96f3 joined; checkpoint 2209a0db at my-host-17"
-    assert without_tokens(sentence) == "trainer-0 is gone; trainer-1 joined; checkpoint 2209a0db at my-host-17"
+    sentence = (
+        "trainer-0-4da120b091a6 is gone; trainer-1-1f79ea5c96f3 joined; checkpoint 2209a0db at my-host-17"
+    )
+    assert (
+        without_tokens(sentence) == "trainer-0 is gone; trainer-1 joined; checkpoint 2209a0db at my-host-17"
+    )

@@ -1,4 +1,5 @@
-"""`trireme logs` and `trireme events`: of a run in the data folder, of a cluster's jobs; and events through a change of the master."""
+"""`trireme logs` and `trireme events`: of a run in the data folder, of a cluster's jobs; and events through a
+change of the master."""
 
 from __future__ import annotations
 
@@ -35,13 +36,17 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def shown(capsys: pytest.CaptureFixture[str], member: str | None, data_dir: Path, **values: object) -> list[str]:
+def shown(
+    capsys: pytest.CaptureFixture[str], member: str | None, data_dir: Path, **values: object
+) -> list[str]:
     options: dict[str, object] = {"follow": False, "since": None, "tail": 200, "as_json": False, **values}
     assert command.logs(member, None, data_dir, **options) == exit_codes.OK  # type: ignore[arg-type]
     return capsys.readouterr().out.splitlines()
 
 
-def test_logs_of_all_members_in_the_order_of_time_or_of_one(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_all_members_in_the_order_of_time_or_of_one(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert [line.split("  ")[0] for line in shown(capsys, None, data_dir)] == [
         *("trainer-0", "trainer-0", "trainer-1", "master-0")
     ]
@@ -87,7 +92,9 @@ class Master:
 
     async def list_events(self, _: str, *, after: int, wait_s: float) -> EventPage:
         self.asked.append(after)
-        told = EventRecord(event_id=after + 1, event_time="2026-01-01T00:00:00Z", name="told", message="", fields={})
+        told = EventRecord(
+            event_id=after + 1, event_time="2026-01-01T00:00:00Z", name="told", message="", fields={}
+        )
         match len(self.asked):
             case 1 | 4:
                 return page_of([told], after + 1)
@@ -133,16 +140,23 @@ class Pages:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_run_that_has_ended_tells_its_events(data_dir: Path, capsys: pytest.CaptureFixture[str], ends: bool) -> None:
+def test_a_run_that_has_ended_tells_its_events(
+    data_dir: Path, capsys: pytest.CaptureFixture[str], ends: bool
+) -> None:
     at = "2026-11-24T10:00:00Z"
     told = [
         EventRecord(event_id=number, event_time=at, name="epoch_done", message=f"epoch {number}", fields={})
         for number in range(1, 6)
     ]
-    command.keep_events(data_dir / "digits", run_virtually(lambda: command.all_events(lambda: Pages(told, ends))))  # type: ignore[arg-type, return-value]
+    command.keep_events(
+        data_dir / "digits", run_virtually(lambda: command.all_events(lambda: Pages(told, ends)))
+    )  # type: ignore[arg-type, return-value]
 
     def shown_after(after: int, *, as_json: bool) -> list[str]:
-        assert command.events("digits", data_dir, None, after=after, follow=True, as_json=as_json) == exit_codes.OK
+        assert (
+            command.events("digits", data_dir, None, after=after, follow=True, as_json=as_json)
+            == exit_codes.OK
+        )
         return capsys.readouterr().out.splitlines()
 
     assert shown_after(3, as_json=False) == [

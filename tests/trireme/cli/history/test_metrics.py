@@ -1,4 +1,5 @@
-"""`trireme metrics`: of a job that has ended, from its storage; of one that runs, from its master, also through its death."""
+"""`trireme metrics`: of a job that has ended, from its storage; of one that runs, from its master, also
+through its death."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_the_table_has_the_last_values_of_a_job_that_has_ended(
     assert (header[1], loss[:3]) == ("epoch", ["loss", "2", f"{2 / 2**5 * (2 - 2**-4) / 5:.4g}"])
 
 
-def test_csv_and_json_have_each_step_once_with_all_digits(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_and_json_have_each_step_once_with_all_digits(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     losses = [2.0 / 2**number for number in range(STEPS)]
     rows = list(csv.DictReader(io.StringIO(shown(capsys, data_dir, "csv", "loss"))))
     assert [(row["metric"], int(row["step"]), float(row["mean"])) for row in rows] == [
@@ -76,12 +79,17 @@ def test_csv_and_json_have_each_step_once_with_all_digits(data_dir: Path, capsys
     assert [point["mean"] for point in document["metrics"][0]["points"]] == losses
     document = json.loads(shown(capsys, data_dir, "json", "loss", by="epoch"))
     [only] = document["metrics"]
-    assert [(point["epoch"], point["step"], point["last_step"]) for point in only["points"]] == [(0, 0, 4), (1, 5, 9)]
+    assert [(point["epoch"], point["step"], point["last_step"]) for point in only["points"]] == [
+        (0, 0, 4),
+        (1, 5, 9),
+    ]
     lines = [json.loads(line) for line in shown(capsys, data_dir, "json", "loss", follow=True).splitlines()]
     assert [line["mean"] for line in lines] == losses  # over: it does not wait for more
 
 
-def test_a_chart_shows_losses_and_what_the_script_measures(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chart_shows_losses_and_what_the_script_measures(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = shown(capsys, data_dir, "plot")
     assert text.startswith("loss (last 0.003906, lowest 0.003906, highest 2)\n")
     assert "lr" not in text
@@ -158,8 +166,9 @@ def test_followed_metrics_come_once_also_through_a_change_of_the_master(data_dir
 
 
 class GoingBack:
-    """A master as it answers by REST. With each look two more steps are known; where `back` says, the job goes back instead: to a step
-    at a look, in the middle of the look's questions if `torn`. What is known of steps that are to be trained again is left out."""
+    """A master as it answers by REST. With each look two more steps are known; where `back` says, the job
+    goes back instead: to a step at a look, in the middle of the look's questions if `torn`. What is known of
+    steps that are to be trained again is left out."""
 
     def __init__(self, back: dict[int, int], *, torn: bool) -> None:
         self._back, self._torn = dict(back), torn
@@ -177,7 +186,8 @@ class GoingBack:
 
     def _train(self) -> None:
         steps = [
-            step(number).model_copy(update={"timeline": self._timeline}) for number in (self._next, self._next + 1)
+            step(number).model_copy(update={"timeline": self._timeline})
+            for number in (self._next, self._next + 1)
         ]
         self._keeper.note(MetricBatch(trainer="trainer-0", steps=tuple(steps), whole=True))
         self._next += 2
@@ -192,7 +202,11 @@ class GoingBack:
     def _kept(self) -> render.KeptMetrics:
         keeper = self._keeper
         return render.KeptMetrics(
-            keeper.table, keeper.epochs, keeper.known, self._timeline, self._origin if self._timeline else None
+            keeper.table,
+            keeper.epochs,
+            keeper.known,
+            self._timeline,
+            self._origin if self._timeline else None,
         )
 
     async def summaries(self) -> list[Row]:
@@ -201,7 +215,10 @@ class GoingBack:
     async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
         if self._looks in self._back:
             self._go_back()
-        return [each.model_dump() for each in render.series_points(self._kept, name, first, 2**62, most or 5000).points]
+        return [
+            each.model_dump()
+            for each in render.series_points(self._kept, name, first, 2**62, most or 5000).points
+        ]
 
     async def epochs(self, name: str, first: int = 0) -> list[Row]:
         return []
@@ -216,7 +233,9 @@ def test_followed_metrics_come_once_also_when_the_job_goes_back(back: dict[int, 
         seen.extend((name, row["step"], row["mean"]) for row in rows)
 
     run_virtually(lambda: command.follow_points(master.opened, ["loss"], write))
-    assert [(at, mean) for _, at, mean in seen[:STEPS]] == [(number, 2.0 / 2**number) for number in range(STEPS)]
+    assert [(at, mean) for _, at, mean in seen[:STEPS]] == [
+        (number, 2.0 / 2**number) for number in range(STEPS)
+    ]
     assert len({at for _, at, _ in seen}) == len(seen)
 
 

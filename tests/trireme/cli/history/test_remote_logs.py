@@ -1,4 +1,5 @@
-"""`trireme logs` of a master elsewhere: the lines of its REST API, each once, also through changes of the master."""
+"""`trireme logs` of a master elsewhere: the lines of its REST API, each once, also through changes of the
+master."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ class Shown:
 
 def test_logs_are_followed_through_a_change_of_the_master_and_none_is_missed(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "a"
-    one, two = write(folder / "h-trainer-0-1.log", logged(1, "begins")), write(folder / "h-trainer-1-1.log", "prints")
+    one, two = (
+        write(folder / "h-trainer-0-1.log", logged(1, "begins")),
+        write(folder / "h-trainer-1-1.log", "prints"),
+    )
     source = LogSource((str(tmp_path / "logs"),), by_job=True)
     elsewhere, shown = Elsewhere(), Shown()
 
@@ -64,7 +68,9 @@ def test_logs_are_followed_through_a_change_of_the_master_and_none_is_missed(tmp
         async with jobs.leading("m1") as leader:
             await leader.create_job(job_of("a"), None)
             elsewhere.app = make_app(leader, None, source)
-            following = asyncio.ensure_future(logs.follow_logs("http://localhost", "a", "", 10, "", shown, follow=True))
+            following = asyncio.ensure_future(
+                logs.follow_logs("http://localhost", "a", "", 10, "", shown, follow=True)
+            )
             await until(lambda: len(shown.lines) == 2, "the lines of before")
             write(one, "loss 0.5")
             await until(lambda: len(shown.lines) == 3, "a new line")
@@ -85,7 +91,10 @@ def test_logs_are_followed_through_a_change_of_the_master_and_none_is_missed(tmp
                 await following
         assert sorted(shown.lines) == sorted(
             [
-                *(("h-trainer-0-1", text) for text in (logged(1, "begins"), "loss 0.5", "loss 0.4", "loss 0.3")),
+                *(
+                    ("h-trainer-0-1", text)
+                    for text in (logged(1, "begins"), "loss 0.5", "loss 0.4", "loss 0.3")
+                ),
                 *(("h-trainer-1-1", text) for text in ("prints", "read by nobody yet")),
                 ("h-trainer-2-1", "a new member"),
             ]
@@ -135,7 +144,9 @@ def test_a_master_that_is_named_is_asked_and_else_the_files_here(
         asked.append((url, job, wanted))
 
     def code(data_dir: Path | None, url: str | None = None) -> int:
-        return logs.logs("trainer-0", "digits", data_dir, url, follow=False, since=None, tail=1, as_json=False)
+        return logs.logs(
+            "trainer-0", "digits", data_dir, url, follow=False, since=None, tail=1, as_json=False
+        )
 
     monkeypatch.setenv("TRIREME_URL", "http://m:1")
     with replaced(logs, "follow_logs", follow):

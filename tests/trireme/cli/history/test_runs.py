@@ -31,8 +31,15 @@ def listed(data_dir, capsys):
 
 
 def test_runs_are_listed_newest_first_with_their_state_times_and_result(tmp_path, capsys):
-    run_of(tmp_path, "old", 1_000_000, {"phase": "COMPLETED", "reason": "trained", "metrics": {"accuracy": 0.97222}})
-    run_of(tmp_path, "bad", 1_000_200, {"phase": "FAILED", "reason": "KeyError:\n" + "x" * 200, "metrics": {}})
+    run_of(
+        tmp_path,
+        "old",
+        1_000_000,
+        {"phase": "COMPLETED", "reason": "trained", "metrics": {"accuracy": 0.97222}},
+    )
+    run_of(
+        tmp_path, "bad", 1_000_200, {"phase": "FAILED", "reason": "KeyError:\n" + "x" * 200, "metrics": {}}
+    )
     run_of(tmp_path, "half", 1_000_100)
     run_of(tmp_path, "plain", 1_000_050, {"phase": "COMPLETED", "metrics": {}, "loss": 0.31})
     with run_folder.opened(tmp_path, "now"):

@@ -1,4 +1,5 @@
-"""Event files, read back by TensorBoard's own reader: each step once, whatever died, and whenever the files are made."""
+"""Event files, read back by TensorBoard's own reader: each step once, whatever died, and whenever the files
+are made."""
 
 from __future__ import annotations
 

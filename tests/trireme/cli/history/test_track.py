@@ -17,7 +17,9 @@ pytestmark = pytest.mark.processes
 
 def losses(folder: Path) -> list[tuple[int, float]]:
     with (folder / "metrics" / "metrics.csv").open(newline="") as file:
-        return [(int(row["step"]), float(row["mean"])) for row in csv.DictReader(file) if row["metric"] == "loss"]
+        return [
+            (int(row["step"]), float(row["mean"])) for row in csv.DictReader(file) if row["metric"] == "loss"
+        ]
 
 
 def test_an_ended_job_is_sent_to_a_tracker_that_it_did_not_have(

@@ -1,4 +1,5 @@
-"""`trireme table delta | apply`: a feed of deltas brings an exported table to the bits of every later checkpoint."""
+"""`trireme table delta | apply`: a feed of deltas brings an exported table to the bits of every later
+checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ NAMES = [spec.name for spec in SPECS]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a job with a checkpoint of each step, of which some are whole; below it `export-<step>/` of each, and a `feed` of every second."""
+    """The folder of a job with a checkpoint of each step, of which some are whole; below it `export-<step>/`
+    of each, and a `feed` of every second."""
     root = tmp_path_factory.mktemp("fed")
     folder = root / "data" / parts.JOB
     folder.mkdir(parents=True)
@@ -75,7 +77,9 @@ def test_a_feed_brings_an_export_to_the_bits_of_the_newest_checkpoint(capsys, tm
 def test_one_delta_after_the_other_has_the_bits_of_each_checkpoint(capsys, tmp_path, trained):
     now = trained / "export-2"
     for number, step in enumerate(STEPS[2::2], 1):
-        code = feed.apply(str(now), [str(trained / "feed" / f"{number:08d}")], str(tmp_path / str(step)), as_json=True)
+        code = feed.apply(
+            str(now), [str(trained / "feed" / f"{number:08d}")], str(tmp_path / str(step)), as_json=True
+        )
         assert asked(capsys, code) == (
             0,
             {"tables": asked_urls(tmp_path / str(step)), "steps": dict.fromkeys(NAMES, step)},
@@ -106,7 +110,9 @@ def test_deltas_that_do_not_follow_are_refused(capsys, tmp_path, trained):
     code, answer = asked(capsys, code)
     assert code == 2
     assert "is of step 4, and the delta leads from step 6 to 8" in answer["error"]["message"]
-    code = feed.apply(str(trained / "export-2"), [str(trained / "export-4")], str(tmp_path / "out"), as_json=True)
+    code = feed.apply(
+        str(trained / "export-2"), [str(trained / "export-4")], str(tmp_path / "out"), as_json=True
+    )
     assert "no delta and no feed" in asked(capsys, code)[1]["error"]["message"]
     copy = tmp_path / "feed"
     shutil.copytree(trained / "feed", copy)
@@ -136,11 +142,15 @@ def test_delta_since_a_checkpoint_and_on_from_the_last_folder(capsys, tmp_path, 
 def test_a_feed_whose_last_checkpoint_is_gone_begins_again_with_all_rows(capsys, tmp_path, trained):
     folder = tmp_path / "feed"
     shutil.copytree(trained / "feed" / "00000001", folder / "00000001")
-    code, answer = asked(capsys, feed.delta(None, trained / "data", None, None, None, str(folder), as_json=True))
+    code, answer = asked(
+        capsys, feed.delta(None, trained / "data", None, None, None, str(folder), as_json=True)
+    )
     assert (code, answer["number"], answer["since"]) == (0, 2, None)
     code = feed.apply(str(trained / "export-4"), [str(folder)], str(tmp_path / "now"), as_json=True)
     assert asked(capsys, code)[0] == 0
-    assert {name: read_table(str(tmp_path / "now" / "tables" / f"{name}.safetensors")).version for name in NAMES} == {
+    assert {
+        name: read_table(str(tmp_path / "now" / "tables" / f"{name}.safetensors")).version for name in NAMES
+    } == {
         "item": 12,
         "user": 12,
     }
@@ -155,7 +165,9 @@ def test_list_tells_base_from_delta_and_verify_reads_what_each_builds_on(capsys,
     assert [(row["step"], row["kind"], row["deltas"]) for row in rows[:4]] == [
         (12, "delta", 2), (11, "delta", 1), (10, "base", 0), (9, "delta", 3),
     ]  # fmt: skip
-    assert [row["needed_bytes"] for row in rows[:3]] == [sum(row["bytes"] for row in rows[n:3]) for n in range(3)]
+    assert [row["needed_bytes"] for row in rows[:3]] == [
+        sum(row["bytes"] for row in rows[n:3]) for n in range(3)
+    ]
     code, answer = asked(capsys, checkpoint.verify(None, folder.parent, None, as_json=True))
     assert (code, {row["damage"] for row in answer["checkpoints"]}) == (0, {None})
     [file] = (folder / "checkpoints" / rows[1]["checkpoint"]).glob("pserver-0*")
@@ -171,7 +183,9 @@ def test_the_feed_of_a_job_that_has_ended_gets_its_last_checkpoint(capsys, tmp_p
     shutil.copytree(trained / "data", tmp_path / "data")
     folder, out = tmp_path / "data" / parts.JOB, tmp_path / "feed"
     write_run(folder, "s.py")
-    (folder / "result.json").write_text(json.dumps({"job": parts.JOB, "phase": "COMPLETED"}), encoding="utf-8")
+    (folder / "result.json").write_text(
+        json.dumps({"job": parts.JOB, "phase": "COMPLETED"}), encoding="utf-8"
+    )
     for written in (1, 0):
         code, answer = asked(capsys, feed.feed(None, folder.parent, None, str(out), 30.0, as_json=True))
         assert (code, answer["written"]) == (0, written)

@@ -13,7 +13,10 @@ ADAM, ZERO = RowOptimizer(kind="adam", lr=0.1), RowInit(kind="constant", scale=0
 
 
 def facts(**tables: int | None) -> dict[str, object]:
-    specs = [TableSpec(name=name, dim=16, optimizer=ADAM, init=ZERO, max_rows=rows) for name, rows in tables.items()]
+    specs = [
+        TableSpec(name=name, dim=16, optimizer=ADAM, init=ZERO, max_rows=rows)
+        for name, rows in tables.items()
+    ]
     return {"tables": [spec.model_dump(mode="json") for spec in specs]}
 
 
@@ -32,9 +35,15 @@ def test_each_trainer_of_a_collective_job_has_all_rows():
     model = facts(user=3_000_000)
     spec = SPEC.model_copy(update={"strategy": Strategy.COLLECTIVE, "pservers": 0, "trainers": 4})
     assert memory_of_tables(model, spec, 4 << 30) == [
-        "table user: at most 3,000,000 rows of 232 bytes, 2.78 GB, 0.69 GB at each of 4 trainers: each has all rows",
+        (
+            "table user: at most 3,000,000 rows of 232 bytes, 2.78 GB, 0.69 GB at each of 4 trainers: "
+            "each has all rows"
+        ),
         "full tables take 3.05 GB, and up to 5.54 GB while a checkpoint is written; this machine has 4.29 GB",
-        "warning: full tables may not fit into this machine's memory while a checkpoint is written (they need 5.54 GB, there are 4.29 GB)",
+        (
+            "warning: full tables may not fit into this machine's memory while a checkpoint is written "
+            "(they need 5.54 GB, there are 4.29 GB)"
+        ),
     ]
     assert "trainers will be killed" in memory_of_tables(model, spec, 1 << 30)[-1]
 

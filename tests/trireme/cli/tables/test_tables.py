@@ -1,4 +1,5 @@
-"""`trireme export` with tables, and `trireme table`, on the checkpoint of a job whose rows are on two parameter servers."""
+"""`trireme export` with tables, and `trireme table`, on the checkpoint of a job whose rows are on two
+parameter servers."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ async def job(tmp_path, capsys):
 @pytest.fixture
 def files(job):
     """The tables of the cluster's own export."""
-    found = {name: read_table(str(job / "export" / "tables" / f"{name}.safetensors")) for name in ("item", "user")}
+    found = {
+        name: read_table(str(job / "export" / "tables" / f"{name}.safetensors")) for name in ("item", "user")
+    }
     assert all(len(table.ids) > 5 for table in found.values())
     return found
 
@@ -94,7 +97,9 @@ def exported(capsys, job: Path, form: str) -> tuple[Path, dict[str, str]]:
     code = export(None, job.parent, None, out, tables=form, as_json=True)
     answer = json.loads(capsys.readouterr().out)
     assert code == 0, answer
-    return out / "tables", {kind: path for kind, path in answer["exports"].items() if kind.startswith("table ")}
+    return out / "tables", {
+        kind: path for kind, path in answer["exports"].items() if kind.startswith("table ")
+    }
 
 
 def test_export_of_the_checkpoint_has_the_bytes_of_the_clusters(capsys, job, files):
@@ -131,7 +136,9 @@ def test_a_trainer_reads_tables_that_are_not_too_large(capsys, job, files, monke
     assert written == (job / "export" / "tables" / "item.safetensors").read_bytes()
     said = capsys.readouterr().err
     assert f"table user is not in the export: table user has more than {item} bytes of ids and values" in said
-    with pytest.raises(TooLarge, match=f"table user has more than {item} bytes of ids and values in checkpoint u1"):
+    with pytest.raises(
+        TooLarge, match=f"table user has more than {item} bytes of ids and values in checkpoint u1"
+    ):
         checkpoint.read_tables(str(job), ref, manifest)
 
 
@@ -208,6 +215,11 @@ def test_plan_tells_the_memory_that_a_table_will_take_at_each_parameter_server(c
     assert plan(3_000_000, 16, "adam", 3, 0, 1, limited=False, as_json=True) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["count"], answer["rows"]) == (1_000_000, 192_000_000)
-    assert answer["total"] == answer["rows"] + answer["cells"] + answer["snapshot"] + answer["step"] + answer["other"]
+    assert (
+        answer["total"]
+        == answer["rows"] + answer["cells"] + answer["snapshot"] + answer["step"] + answer["other"]
+    )
     assert plan(3_000_000, 16, "adam", 3, 0, 1, limited=True, as_json=False) == 0
-    assert capsys.readouterr().out.startswith("at each of 3 parameter servers: 1,000,000 rows take at most 0.51 GB: ")
+    assert capsys.readouterr().out.startswith(
+        "at each of 3 parameter servers: 1,000,000 rows take at most 0.51 GB: "
+    )

@@ -1,20 +1,24 @@
 """Rows of embedding tables that move with their slots from one parameter server (source) to another (target).
 
-source   Leaving: all rows of the slots, while steps go on --> next version: frozen --> of the rows that the last step changed, what they were and
+source   Leaving: all rows of the slots, while steps go on --> next version: frozen --> of the rows that the
+    last step changed, what they were and
          what they are; the sketches
 target   Arriving: rows apart in its tables --> whole: put right --the slot map says so--> `adopt`
 
-So after the freeze only what one step has changed is sent, and the version before moves along. While they are frozen, all rows of the
-source take no push: the step could not become whole anyway.
+So after the freeze only what one step has changed is sent, and the version before moves along. While they are
+frozen, all rows of the source take no push: the step could not become whole anyway.
 
-Asynchronous jobs (LeavingOnArrival, ArrivingOnArrival) have no version before, and each parameter server counts versions for itself:
+Asynchronous jobs (LeavingOnArrival, ArrivingOnArrival) have no version before, and each parameter server
+counts versions for itself:
 
-source   all rows of the slots; which of them pushes change or remove meanwhile is remembered --> frozen, between two pushes --> those
+source   all rows of the slots; which of them pushes change or remove meanwhile is remembered --> frozen,
+    between two pushes --> those
          again, as they are now; the sketches
-target   rows apart in its tables --> whole: put right --the slot map says so--> `adopt`: as old here as they were there
+target   rows apart in its tables --> whole: put right --the slot map says so--> `adopt`: as old here as they
+    were there
 
-What the slots have had by then is in the ledger that moves along (core/ledger.py): a push that was refused meanwhile is due at the
-target, one that was taken is a duplicate there.
+What the slots have had by then is in the ledger that moves along (core/ledger.py): a push that was refused
+meanwhile is due at the target, one that was taken is a duplicate there.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ PART_BYTES = 1 << 20
 
 
 class RowPart(StrEnum):
-    """`HandoffPart.name` of rows. ROWS: sent early. BEFORE: what the last step changed, as it was; NOW: as it is. SKETCH: counts of ids without a row,
-    of the slots in their order."""
+    """`HandoffPart.name` of rows. ROWS: sent early. BEFORE: what the last step changed, as it was; NOW: as it
+    is. SKETCH: counts of ids without a row, of the slots in their order."""
 
     ROWS = "rows"
     BEFORE = "before"
@@ -56,8 +60,9 @@ def flags_of(slots: Collection[int], slot_count: int) -> Flags:
 
 
 class LeavingRows:
-    """The rows of some slots of a parameter server, as `LeavingBlocks` of core/moving.py. `thaw` them if they stay; the rows that stay thaw when
-    the slots are dropped. `release` them at the end, whatever became of them."""
+    """The rows of some slots of a parameter server, as `LeavingBlocks` of core/moving.py. `thaw` them if they
+    stay; the rows that stay thaw when the slots are dropped. `release` them at the end, whatever became of
+    them."""
 
     def __init__(self, rows: TableRows, slots: Collection[int]) -> None:
         self._rows, self._slots = rows, sorted(slots)
@@ -129,8 +134,9 @@ class LeavingRows:
 
 
 class ArrivingRows:
-    """The target's end: `take` the parts, `complete` them, `adopt` them; or `release`. `rows`: of this parameter server, which get them; its tables may
-    be without any version yet. `on_arrival`: of an asynchronous job."""
+    """The target's end: `take` the parts, `complete` them, `adopt` them; or `release`. `rows`: of this
+    parameter server, which get them; its tables may be without any version yet. `on_arrival`: of an
+    asynchronous job."""
 
     on_arrival = False
 
@@ -149,7 +155,8 @@ class ArrivingRows:
         return f"<ArrivingRows of {len(self._slots)} slots, version {self.version}>"
 
     def room_for(self, part: HandoffPart, size: int) -> Iterator[None]:
-        """Waits until there is memory for the rows of a part, whatever it says; a millisecond between two values."""
+        """Waits until there is memory for the rows of a part, whatever it says; a millisecond between two
+        values."""
         if part.table < len(self.rows.tables) and part.name in (RowPart.ROWS, RowPart.NOW):
             table = self.rows.tables[part.table]
             yield from table.room_for(min(size, PART_BYTES) // (8 * record_words(table.width)))
@@ -158,23 +165,32 @@ class ArrivingRows:
         """Copies; a repetition changes nothing. Raises BadFrame."""
         if part.table >= len(self.rows.tables) or part.name not in set(RowPart):
             raise BadFrame(
-                f"part {part.name!r} of table {part.table} does not belong to the job's {len(self.rows.tables)} tables"
+                f"part {part.name!r} of table {part.table} does not belong to the job's "
+                f"{len(self.rows.tables)} tables"
             )
         table = self.rows.tables[part.table]
         if part.name == RowPart.SKETCH:
             width = 0 if table.sketch is None else table.sketch.shape[1]
             last = part.first + (payload.nbytes // width if width else 0)
             if not width or payload.nbytes % width or last > len(self._slots):
-                raise BadFrame(f"{payload.nbytes} bytes of sketches for {len(self._slots)} slots of {width} each")
-            self._sketches[part.table, part.first] = np.frombuffer(payload, np.uint8).reshape(-1, width).copy()
+                raise BadFrame(
+                    f"{payload.nbytes} bytes of sketches for {len(self._slots)} slots of {width} each"
+                )
+            self._sketches[part.table, part.first] = (
+                np.frombuffer(payload, np.uint8).reshape(-1, width).copy()
+            )
             return
         words = record_words(table.width)
         if payload.nbytes % (8 * words) or payload.nbytes > max(PART_BYTES, 8 * words):
-            raise BadFrame(f"{payload.nbytes} bytes of rows: expected records of {8 * words}, at most {PART_BYTES}")
+            raise BadFrame(
+                f"{payload.nbytes} bytes of rows: expected records of {8 * words}, at most {PART_BYTES}"
+            )
         records = np.frombuffer(payload, np.int64).reshape(-1, words)
         foreign = ~table.are_in(self._flags, np.ascontiguousarray(records[:, 0]))
         if foreign.any():
-            raise BadFrame(f"id {records[foreign, 0][0]} of table {table.spec.name} is in no slot of this group")
+            raise BadFrame(
+                f"id {records[foreign, 0][0]} of table {table.spec.name} is in no slot of this group"
+            )
         if part.name == RowPart.ROWS:
             table.put(from_records(records, table.width))
         else:
@@ -185,24 +201,30 @@ class ArrivingRows:
         return version > self.rows.newest
 
     def complete(self, tables: tuple[MovedTable, ...], version: int, *, joins: bool) -> None:
-        """The source says what the parts make. `joins`: the rows here have no version yet. Raises BadFrame: something is missing; NotReady: the rows here
-        have to make a step first, which those of the group have made."""
+        """The source says what the parts make. `joins`: the rows here have no version yet. Raises BadFrame:
+        something is missing; NotReady: the rows here have to make a step first, which those of the group have
+        made."""
         if not joins and self.lags(version):
             raise NotReady(
-                f"rows here are at version {self.rows.newest}, those of the group at {version}: send them again"
+                f"rows here are at version {self.rows.newest}, those of the group at {version}: "
+                "send them again"
             )
         if len(tables) != len(self.rows.tables):
             raise BadFrame(f"{len(tables)} tables are said to be whole: the job has {len(self.rows.tables)}")
         before = []
         for number, (table, moved) in enumerate(zip(self.rows.tables, tables, strict=True)):
-            was, now = self._collected(number, table, RowPart.BEFORE), self._collected(number, table, RowPart.NOW)
+            was, now = (
+                self._collected(number, table, RowPart.BEFORE),
+                self._collected(number, table, RowPart.NOW),
+            )
             there = np.isin(was.ids, now.ids)
             table.remove(was.ids[~there])
             table.put(now)
             table.remove_expired(self._flags, version)
             if (found := table.count_in(self._flags)) != moved.rows:
                 raise BadFrame(
-                    f"table {table.spec.name} has {found} rows in the group's slots: the source sent {moved.rows}"
+                    f"table {table.spec.name} has {found} rows in the group's slots: the source "
+                    f"sent {moved.rows}"
                 )
             before.append(was if moved.before else None)
         self.version, self._before, self._updates = version, before, [moved.updates for moved in tables]
@@ -216,7 +238,8 @@ class ArrivingRows:
         return joined(found, table.width)
 
     def adopt(self) -> None:
-        """They are rows of the tables from now on. Each of them has been told at which version (`TableRows.begin_at`)."""
+        """They are rows of the tables from now on. Each of them has been told at which version
+        (`TableRows.begin_at`)."""
         self._put_sketches()
         for table, updates in zip(self.rows.tables, self._updates, strict=True):
             if self.version == table.version:
@@ -259,7 +282,8 @@ LEAST_NOTED = 1 << 16  # ids, from which on they are looked through for those th
 
 
 class ChangedIds:
-    """Ids of some slots (`flags`, bool (slots,)) whose rows pushes have changed or removed, or given them, since it was made. `close` it at the end."""
+    """Ids of some slots (`flags`, bool (slots,)) whose rows pushes have changed or removed, or given them,
+    since it was made. `close` it at the end."""
 
     def __init__(self, table: ShardedTable, flags: Flags) -> None:
         self._table, self._flags = table, flags
@@ -306,7 +330,9 @@ class LeavingOnArrival(LeavingRows):
             ids = changed.ids()
             now = table.rows_of(ids)
             gone = ids[~np.isin(ids, now.ids)]
-            none = RowsOfIds(gone, np.zeros(len(gone), np.uint64), np.zeros((len(gone), table.width), np.float32))
+            none = RowsOfIds(
+                gone, np.zeros(len(gone), np.uint64), np.zeros((len(gone), table.width), np.float32)
+            )
             yield from portions(number, table, RowPart.BEFORE, none)
             yield from portions(number, table, RowPart.NOW, now)
             yield from self._sketches(number, table)

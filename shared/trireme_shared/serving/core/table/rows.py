@@ -1,14 +1,15 @@
-"""The embedding tables of one parameter server: like a block, they have one version, take each lane of a step once, and keep the
-version before.
+"""The embedding tables of one parameter server: like a block, they have one version, take each lane of a step
+once, and keep the version before.
 
     version s --gradients of lane--> waits --all lanes--> steps(), some rows at a time --> version s + 1
     asynchronous:  version v --gradients of a push--> apply(), some rows at a time --> version v + 1
 
-All tables step together. A lane without an id of a table pushes no ids, but it pushes: so it is known that none is missing.
+All tables step together. A lane without an id of a table pushes no ids, but it pushes: so it is known that
+none is missing.
 
-Slots that came from another parameter server may be at the version before, as this one had all lanes of its own rows already. They take
-the lanes of that step by themselves and make it later; until then the version of all is theirs. One set of slots freezes by all rows
-of its owner taking no push.
+Slots that came from another parameter server may be at the version before, as this one had all lanes of its
+own rows already. They take the lanes of that step by themselves and make it later; until then the version of
+all is theirs. One set of slots freezes by all rows of its owner taking no push.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ LIMIT_S = 30.0  # without a slot that is written, until snapshots are given up
 @dataclass(slots=True)
 class KeptRows:
     """How many rows steps of one parameter server may keep for snapshots that are being written: beyond
-    `most_bytes` the next step waits, as long as slots are written. After LIMIT_S without any, the snapshots are given
-    up. `waited_s`: seconds that steps have waited."""
+    `most_bytes` the next step waits, as long as slots are written. After LIMIT_S without any, the snapshots
+    are given up. `waited_s`: seconds that steps have waited."""
 
     most_bytes: int = SNAPSHOT_BYTES
     waited_s: float = 0.0
@@ -53,7 +54,8 @@ class KeptRows:
     _read: int = 0
 
     def may_step(self, snapshots: Sequence[TableSnapshot], now: float) -> bool:
-        """Whether the next step may begin; ask again soon if not. So what is kept is `most_bytes`, and the rows of one step, at most."""
+        """Whether the next step may begin; ask again soon if not. So what is kept is `most_bytes`, and the
+        rows of one step, at most."""
         snapshots = [each for each in snapshots if each.is_open]
         kept, read = sum(each.kept_bytes for each in snapshots), sum(each.slots_read for each in snapshots)
         if kept <= self.most_bytes:
@@ -67,7 +69,8 @@ class KeptRows:
         if now - self._moved < LIMIT_S:
             return False
         problem = InvalidArgument(
-            f"steps kept {kept} bytes of rows for it, {self.most_bytes} are allowed, and none were written for {LIMIT_S:g} s",
+            f"steps kept {kept} bytes of rows for it, {self.most_bytes} are allowed, and none were "
+            f"written for {LIMIT_S:g} s",
             hint="look at the storage, which is slow or does not answer",
         )
         for each in snapshots:
@@ -83,8 +86,8 @@ class KeptRows:
 
 @dataclass(slots=True, eq=False)
 class RowsPart:
-    """Slots that take lanes and step together: those of one parameter server, or some that came later. `slots`: bool
-    (slots,)."""
+    """Slots that take lanes and step together: those of one parameter server, or some that came later.
+    `slots`: bool (slots,)."""
 
     slots: Flags
     version: int
@@ -98,8 +101,8 @@ class RowsPart:
 
 
 class TableRows:
-    """`tables`: in the layout's order. `freeze_at`: the version that freezes them: then they are read, and take no push. `since`: the slot map since
-    which they are the rows of the same slots."""
+    """`tables`: in the layout's order. `freeze_at`: the version that freezes them: then they are read, and
+    take no push. `since`: the slot map since which they are the rows of the same slots."""
 
     def __init__(self, layout: Layout, lanes: int, version: int) -> None:
         self.lanes = lanes
@@ -122,7 +125,8 @@ class TableRows:
     def __repr__(self) -> str:
         late = f", {len(self._late)} late" if self._late else ""
         return (
-            f"<TableRows version {self.version}: {len(self._main.waiting)} of {self.lanes} lanes{late}, {self.tables}>"
+            f"<TableRows version {self.version}: {len(self._main.waiting)} of {self.lanes} "
+            f"lanes{late}, {self.tables}>"
         )
 
     @property
@@ -209,11 +213,15 @@ class TableRows:
         return all(table.are_all_in(self._owned, some) for some, table in zip(ids, self.tables, strict=True))
 
     def are_by(self, version: int, slots: SlotMap | None) -> bool:
-        """Whether slot map `version` gives the same slots to these rows: what went by it has all of their ids, and no others. 0: not checked."""
+        """Whether slot map `version` gives the same slots to these rows: what went by it has all of their
+        ids, and no others. 0: not checked."""
         return not version or slots is None or self.since <= version <= slots.version
 
-    def push(self, step: int, lane: int, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int) -> Verdict:
-        """The sums of a lane's gradients by id, which are kept. `count`: records of the lane's minibatch. MOVING: they are frozen."""
+    def push(
+        self, step: int, lane: int, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int
+    ) -> Verdict:
+        """The sums of a lane's gradients by id, which are kept. `count`: records of the lane's minibatch.
+        MOVING: they are frozen."""
         lacking, verdict = [], Verdict.DUPLICATE
         for part in (self._main, *self._late):
             judged = part.judge(step, lane)
@@ -240,8 +248,9 @@ class TableRows:
         return found
 
     def steps(self, lane_zero: LaneZero | None = None) -> Iterator[None]:
-        """All steps that can be made; some milliseconds of work between two values. Rows can be read while room is made for new ones, not while they change.
-        `lane_zero`: of the step, with the options of the optimizer's groups in it."""
+        """All steps that can be made; some milliseconds of work between two values. Rows can be read while
+        room is made for new ones, not while they change. `lane_zero`: of the step, with the options of the
+        optimizer's groups in it."""
         self._made = self._next()
         return self._steps(self._factor(lane_zero))
 
@@ -254,7 +263,9 @@ class TableRows:
         finally:
             self._lock.release()
         self._late = [
-            part for part in self._late if part.version < self._main.version or part.waiting or self._main.waiting
+            part
+            for part in self._late
+            if part.version < self._main.version or part.waiting or self._main.waiting
         ]
         if not self._late:
             self._main.slots[:] = True
@@ -286,9 +297,10 @@ class TableRows:
         lane_zero: LaneZero | None = None,
         ahead: int = 0,
     ) -> Iterator[None]:
-        """Asynchronous: a step of the rows of one push; some milliseconds of work between two values. `count`: records that they are of; 0: it had no data,
-        and only time goes on. `lane_zero`: see `steps`. `ahead`: versions since the rows were looked up; the rate is divided by them. Raises InvalidArgument: nothing
-        has changed."""
+        """Asynchronous: a step of the rows of one push; some milliseconds of work between two values.
+        `count`: records that they are of; 0: it had no data, and only time goes on. `lane_zero`: see `steps`.
+        `ahead`: versions since the rows were looked up; the rate is divided by them. Raises InvalidArgument:
+        nothing has changed."""
         factor = self._factor(lane_zero)
         ids = [some.copy() if count else some[:0].copy() for some in ids]  # the version before keeps them
         self._made = self._main
@@ -323,7 +335,8 @@ class TableRows:
             table.start_at(version)
 
     def copies(self, slots: Flags | None = None) -> list[TableSnapshot]:
-        """Of all tables at their version; the caller closes them. `slots`: of the rows of these slots alone."""
+        """Of all tables at their version; the caller closes them. `slots`: of the rows of these slots
+        alone."""
         assert not self.changing, "a copy in the middle of a step"
         made = [TableSnapshot(table, self._lock, slots) for table in self.tables]
         self.snapshots = [*(each for each in self.snapshots if each.is_open), *made]
@@ -344,8 +357,8 @@ class TableRows:
             table.begin_at(version)
 
     def adopt(self, slots: Flags, version: int, before: Sequence[RowsOfIds | None]) -> None:
-        """Slots whose rows are in the tables, apart. `version`: that of the others, or one less. `before`: of each table, the rows that the last step of
-        these slots changed, as they were; None: not known."""
+        """Slots whose rows are in the tables, apart. `version`: that of the others, or one less. `before`: of
+        each table, the rows that the last step of these slots changed, as they were; None: not known."""
         assert version <= self._main.version, (version, self)
         makes_step = self._made is self._main
         behind = version < self._main.version + makes_step
@@ -359,7 +372,8 @@ class TableRows:
             self._late.append(RowsPart(slots.copy(), version))
 
     def adopt_at_once(self, slots: Flags, version: int) -> None:
-        """Asynchronous: slots whose rows are in the tables, apart, stamped by a parameter server at `version`. They are as old here as they were there."""
+        """Asynchronous: slots whose rows are in the tables, apart, stamped by a parameter server at
+        `version`. They are as old here as they were there."""
         held = self._held_for_dropped
         if not held:
             self._lock.acquire()
@@ -372,7 +386,8 @@ class TableRows:
                 self._lock.release()
 
     def drop(self, slots: Numbers) -> None:
-        """They belong to another parameter server now; the others go on. Their memory is taken until `give_back`, and who reads a snapshot waits for it."""
+        """They belong to another parameter server now; the others go on. Their memory is taken until
+        `give_back`, and who reads a snapshot waits for it."""
         assert not self.stepping
         if any(table.leaving for table in self.tables) and not self._held_for_dropped:
             self._lock.acquire()
@@ -382,7 +397,8 @@ class TableRows:
         self.freeze_at = None
 
     def give_back(self) -> Iterator[None]:
-        """The memory of slots that were dropped; about a millisecond of work between two values. Several may do it by turns; a step does it first."""
+        """The memory of slots that were dropped; about a millisecond of work between two values. Several may
+        do it by turns; a step does it first."""
         while (table := next((table for table in self.tables if table.has_dropped), None)) is not None:
             yield from table.give_back()
         if self._held_for_dropped:
@@ -427,8 +443,9 @@ class TableRows:
         return self.tables[number].rows
 
     def portion(self, number: int, first: int, part: int = 0) -> tuple[int, memoryview, int, int]:
-        """Of a table at the newest version, which none of them lacks, the rows of slots from `first` on that go into one answer, of that one those whose hash is
-        at least `part`: how many, the payload (ids, rows), the first slot that is not whole in it, and its part."""
+        """Of a table at the newest version, which none of them lacks, the rows of slots from `first` on that
+        go into one answer, of that one those whose hash is at least `part`: how many, the payload (ids,
+        rows), the first slot that is not whole in it, and its part."""
         table = self.tables[number]
         counts, dim = table.counts_by_slot(), table.spec.dim
         left, slot = float(PORTION_BYTES // (ID_BYTES + NUMBER_BYTES * dim)), first

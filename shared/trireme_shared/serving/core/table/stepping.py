@@ -1,15 +1,21 @@
-"""When the rows of embedding tables are stepped: at once here, or in turns with everything else (data_plane/row_turns.py).
+"""When the rows of embedding tables are stepped: at once here, or in turns with everything else
+(data_plane/row_turns.py).
 
-all data of a synchronous step is there ─► begin ─► server.rows_stepped        rows of an asynchronous push ─► take ─► server.rows_taken
+all data of a synchronous step is there ─► begin ─► server.rows_stepped        rows of an asynchronous push
+    ─► take ─► server.rows_taken
 
 Rows of an asynchronous push are applied to each slot once:
 
-push of minibatches [start, end) ─► waits for its turn ─► due by the ledger of their slots ─► stepped, some at a time ─► entered: the next version of the tables
-                                                                                         `─► frozen: MOVING, and nothing has happened
+push of minibatches [start, end) ─► waits for its turn ─► due by the ledger of their slots
+    ─► stepped, some at a time ─► entered: the next version of the tables
+                                                                                         `─► frozen: MOVING,
+                                                                                             and nothing has
+                                                                                             happened
 
-A push counts for all slots, also for those without an id in it: whoever asks the ledger which minibatches are there hears the same of all.
-One push at a time is being stepped, and it ends whatever becomes of who sent it. Copies for checkpoints, and slots that come or go, have their
-moment between two pushes: then rows and ledger tell of the same minibatches.
+A push counts for all slots, also for those without an id in it: whoever asks the ledger which minibatches are
+there hears the same of all. One push at a time is being stepped, and it ends whatever becomes of who sent it.
+Copies for checkpoints, and slots that come or go, have their moment between two pushes: then rows and ledger
+tell of the same minibatches.
 """
 
 from __future__ import annotations
@@ -43,9 +49,10 @@ def bits_of(slots: Iterable[int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class ArrivedRows:
-    """Of one push, until they are in the tables. `ids`, `gradients`: of each table, of slots that are here. `count`: records that the gradients are of.
-    `ledger`, `refusal` are asked when it is their turn: the one that counts, and why they are not taken. `settled` is called once, with what became of them.
-    `version`: of the rows that the gradients were computed from; None: it does not matter."""
+    """Of one push, until they are in the tables. `ids`, `gradients`: of each table, of slots that are here.
+    `count`: records that the gradients are of. `ledger`, `refusal` are asked when it is their turn: the one
+    that counts, and why they are not taken. `settled` is called once, with what became of them. `version`: of
+    the rows that the gradients were computed from; None: it does not matter."""
 
     rows: TableRows
     ledger: Callable[[], Ledger]
@@ -60,11 +67,15 @@ class ArrivedRows:
 
     def __repr__(self) -> str:
         header = self.push.header
-        return f"<ArrivedRows of task {self.push.task}, minibatches [{header.start}, {header.end}): {self.bytes} bytes>"
+        return (
+            f"<ArrivedRows of task {self.push.task}, minibatches [{header.start}, {header.end}): "
+            f"{self.bytes} bytes>"
+        )
 
     def steps(self) -> Generator[None, None, Verdict]:
-        """In place: rows and ledger; milliseconds of work between two values. DUPLICATE: all slots have the minibatches; MOVING: some lack them, and no row
-        takes any now; another refusal: some of them do not take them, the others have taken them. Raises InvalidArgument: nothing has changed."""
+        """In place: rows and ledger; milliseconds of work between two values. DUPLICATE: all slots have the
+        minibatches; MOVING: some lack them, and no row takes any now; another refusal: some of them do not
+        take them, the others have taken them. Raises InvalidArgument: nothing has changed."""
         rows, header, task = self.rows, self.push.header, self.push.task
         if (refusal := self.refusal(self.ids)) is not None:
             return refusal
@@ -105,7 +116,8 @@ def _of_slots(
         bits |= group
     own = np.array([bits >> slot & 1 for slot in range(rows.slot_count)], np.bool_)
     chosen = [
-        own[slots_of(some, table.spec.seed, rows.slot_count)] for some, table in zip(ids, rows.tables, strict=True)
+        own[slots_of(some, table.spec.seed, rows.slot_count)]
+        for some, table in zip(ids, rows.tables, strict=True)
     ]
     return (
         [some[there] for some, there in zip(ids, chosen, strict=True)],
