@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from master_service.core.changes import Decision, Event, ForgetParameters
-from master_service.core.decisions import recovery
+from master_service.core.decisions import collective, membership, recovery
 from master_service.core.decisions.collective import begins_without_some, give_up_loading, still_loading
-from master_service.core.decisions.membership import missing, only_joins, reconcile, storage_events
+from master_service.core.decisions.membership import missing, only_joins, storage_events
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job, Members
 from tests.master_service.cluster import spec_of
@@ -21,6 +21,7 @@ from tests.master_service.core.test_rollback import LATEST, NEWEST, OLDER
 from trireme_shared.protocol.records import (
     FailureCause,
     Holding,
+    JobSpec,
     JobState,
     Mode,
     Phase,
@@ -51,6 +52,15 @@ def members(says: dict[str, Holding | None], **more: object) -> Members:
         name: member.model_copy(update={"holds": says[name]}) for name, member in trainers(*says).items()
     }
     return replace(Members(there, init_done=True, initialiser="a", layout_revision=10), **more)  # type: ignore[arg-type]
+
+
+def reconcile(
+    spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMap | None, found: Members
+) -> Decision[None]:
+    """As the supervisor chooses."""
+    if spec.strategy is Strategy.COLLECTIVE:
+        return collective.reconcile(spec, state, listed, found)
+    return membership.reconcile(spec, state, listed, slots, found)
 
 
 def decide(state: JobState, listed: TrainerList, found: Members, **spec: object) -> Decision[None]:
