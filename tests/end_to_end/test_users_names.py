@@ -35,8 +35,9 @@ def test_run(trireme: Command, tmp_path: Path, functions: str) -> None:
     assert json.loads(done.out)["phase"] == "COMPLETED"
 
 
-def test_submit(trireme: Command, tmp_path: Path) -> None:
-    script = script_of(tmp_path, FUNCTIONS)
+@pytest.mark.parametrize("functions", [FUNCTIONS, OWN_LOOP], ids=["functions", "own_loop"])
+def test_submit(trireme: Command, tmp_path: Path, functions: str) -> None:
+    script = script_of(tmp_path, functions)
     with up(trireme, *SETTINGS):
         good(answered(trireme, "submit", script, "--name", "a", "--epochs", 1, "--json"))
         job = job_when(trireme, "a", lambda job: job["standing"] in ("COMPLETED", "FAILED"))
