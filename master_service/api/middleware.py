@@ -104,7 +104,8 @@ SILENT_S = 60.0  # streams send something every 10 s, and other requests wait at
 CHUNK_BYTES = 1 << 16
 ANSWERED_HERE = ("/v1/version", "/v1/access")  # every master answers these alike
 PASSED_ON = frozenset(
-    {"authorization", "accept", "content-type", "idempotency-key", "if-match", "if-none-match", "last-event-id", "x-request-id"}
+    {"authorization", "accept", "content-type", "idempotency-key", "if-match", "if-none-match",
+     "last-event-id", "x-request-id"}
 )  # fmt: skip
 OF_CONNECTIONS = frozenset({"connection", "keep-alive", "transfer-encoding", "date"})
 

@@ -106,9 +106,9 @@ class MinibatchRunner:
         # hooks that the script may add later are in the same dicts
         self._hooks_of_gradients = [parameter._post_accumulate_grad_hooks for parameter in parameters]  # noqa: SLF001
         self._hooks_of_modules = [
-            module_hooks._global_backward_hooks,
-            module_hooks._global_backward_pre_hooks,
-        ]  # noqa: SLF001
+            module_hooks._global_backward_hooks,  # noqa: SLF001
+            module_hooks._global_backward_pre_hooks,  # noqa: SLF001
+        ]
         for module in model.modules():
             self._hooks_of_modules += (module._backward_hooks, module._backward_pre_hooks)  # noqa: SLF001
 

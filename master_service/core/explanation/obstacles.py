@@ -321,7 +321,9 @@ def loading_checkpoint(now: Situation) -> Cause | None:
     )
     return Cause(
         code=Code.ROLLING_BACK,
-        summary=f"The job goes back to {now.rollback_point}; training continues once trainers have loaded it.",
+        summary=(
+            f"The job goes back to {now.rollback_point}; training continues once trainers have loaded it."
+        ),
         details=tuple(details),
         hints=(f"trireme members {now.option}", "read logs/trainer-*.log of the run"),
     )

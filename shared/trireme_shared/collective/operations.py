@@ -281,8 +281,13 @@ class AllReduce:
         ]
 
     def run(
-        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
-    ) -> Result:  # noqa: ARG002
+        self,
+        group: Group | None,
+        done: Done,
+        weights: Sequence[float],
+        root: int,
+        moment: Moment,  # noqa: ARG002
+    ) -> Result:
         size = len(weights)
         plan = Plan(self._specs, self._transport, size if self._canonical else 1)
         device = group.data_device if group is not None else CPU
@@ -371,8 +376,13 @@ class Broadcast:
         self.lines = [f"broadcast from {'the oldest member' if root is None else f'rank {root}'}"]
 
     def run(
-        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
-    ) -> Result:  # noqa: ARG002
+        self,
+        group: Group | None,
+        done: Done,
+        weights: Sequence[float],
+        root: int,
+        moment: Moment,  # noqa: ARG002
+    ) -> Result:
         source = root if self.root is None else self.root
         mine = group is None or group.rank == source
         text = None
@@ -422,8 +432,13 @@ class Barrier:
         self.root: int | None = None
 
     def run(
-        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
-    ) -> Result:  # noqa: ARG002
+        self,
+        group: Group | None,
+        done: Done,
+        weights: Sequence[float],
+        root: int,
+        moment: Moment,  # noqa: ARG002
+    ) -> Result:
         moment.begun()  # what all members said before it began was the barrier
         return Result(done, self.kind, digest(self.lines), flats=[])
 

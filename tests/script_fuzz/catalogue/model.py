@@ -227,7 +227,8 @@ MODEL = [
     ),
     Mutation(
         "parametrised",
-        head="class Symmetric(nn.Module):\n    def forward(self, w):\n        return w.triu() + w.triu(1).t()",
+        head="class Symmetric(nn.Module):\n    def forward(self, w):\n"
+        "        return w.triu() + w.triu(1).t()",
         init="self.symmetric = nn.Linear(8, 8)\nparametrize.register_parametrization(self.symmetric, "
         "'weight', Symmetric())",
         forward="h = self.symmetric(h)",

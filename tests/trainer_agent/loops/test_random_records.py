@@ -40,7 +40,8 @@ EVALUATE = """
     def evaluate(model, batch):
         torch.manual_seed(3)
         noise = torch.rand(5) + np.random.random() + random.random()
-        return {"correct": (model(batch["x"] + noise).argmax(1) == batch["y"]).sum(), "records": len(batch["y"])}
+        correct = (model(batch["x"] + noise).argmax(1) == batch["y"]).sum()
+        return {"correct": correct, "records": len(batch["y"])}
     def metrics(sums): return {"accuracy": sums["correct"] / sums["records"], "drawn": random.random()}
 """
 FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 12, "epochs": 2}

@@ -227,7 +227,8 @@ async def test_no_gradient_of_an_earlier_minibatch_is_left_in_a_slot(build):
         class Net(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.first, self.second, self.table = nn.Linear(5, 3), nn.Linear(5, 3), nn.Embedding(9, 3, sparse=True)
+                self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+                self.table = nn.Embedding(9, 3, sparse=True)
 
             def forward(self, x):
                 chosen = self.first if x[0, 0] > 0 else self.second

@@ -68,7 +68,10 @@ def test_what_cannot_be_trained_is_refused_with_one_message(build, parts, messag
     [
         (
             "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n",
-            r"LBFGS cannot run in a collective job: its step computes the loss several times \(by a closure\)",
+            (
+                r"LBFGS cannot run in a collective job: its step computes the loss several times "
+                r"\(by a closure\)"
+            ),
         ),
         (
             OWN.replace("NAME", "Lamb"),

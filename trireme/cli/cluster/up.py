@@ -255,8 +255,8 @@ async def _detached(arguments: list[str], data_dir: Path | None) -> cluster_fold
         )
         raise UsageError(msg) from error
     with log:
-        # ASYNC220  our own interpreter and module; it outlives this process
-        process = subprocess.Popen(  # noqa: S603,
+        # our own interpreter and module; it outlives this process
+        process = subprocess.Popen(  # noqa: S603, ASYNC220
             [*PYTHON_MODULE, "trireme", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
