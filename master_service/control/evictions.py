@@ -1,8 +1,8 @@
 """The leader ends a member's registration: only while it holds its lock, and only the very registration that
 it means.
 
-lock held, key under that lease --one transaction--> key deleted --> lease revoked, with whatever else it
-    holds
+lock held, key under that lease --one transaction--> key deleted
+   |           |                     --> lease revoked, with whatever else it holds
    |           `-- key under another lease: it belongs to a newer registration, nothing is done
    `-- lock lost: LockLost
 

@@ -9,8 +9,8 @@ A Term has the writer, the watch of the members and the supervisor. They all end
 
 A new leader takes the job over: write under the lock -> read every key -> the job as etcd holds it.
 
-lock held --> first write under it (a master's address) --> all keys read --> spec agreed --> dataset loaded
-    or counted --> Job
+lock held --> first write under it (a master's address) --> all keys read --> spec agreed
+    --> dataset loaded or counted --> Job
 
 The first writes of a term land once each, right after the last write of the term before.
 """

@@ -3,7 +3,7 @@ how many writes fit together.
 
 etcd refuses a transaction with more operations or bytes, and then no master could go on:
 decisions' writes --takes?--> add --one transaction--> etcd
-    too large alone --> TooLarge, for its caller only
+too large alone --> TooLarge, for its caller only
 
 The members as etcd has them: watches of trainers, of pservers and initialisation, and of checkpoints, as one
 `Members` value.

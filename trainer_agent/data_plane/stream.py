@@ -9,8 +9,8 @@ afterwards. The next call connects again.
 
 TrainerStream is such a connection with its calls in flight, by id, and the memory that both ends share:
 
-    call ─► frames ─► answered       given up before its answer, or what came with an answer is lost
-        ─► the connection is over
+    call ─► frames ─► answered
+    given up before its answer, or what came with an answer is lost ─► the connection is over
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ No child outlives the cluster, however it ends. How many members and threads it 
 result:
 
 min(cores / 2, bytes of the parameters / 32 MiB) --> parameter servers
-    cores / members on this host --> threads of each
+cores / members on this host --> threads of each
 
 Both are at least 1. A resize changes the numbers:
 ps_desired, trainers of job/spec --more--> children started
-    --fewer--> trainers get SIGTERM; parameter servers without a place end
+--fewer--> trainers get SIGTERM; parameter servers without a place end
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ members that users drain; schedules. Decisions only.
 QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its leader stops it with a
 checkpoint first and then writes where it is (`finish`). Asking again for what is so already changes nothing.
 
-createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too -> the schedule
-    gives places, or takes them
+createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too
+    -> the schedule gives places, or takes them
 drain ─► its assignment goes with the next schedule ─► its process leaves in order ─► drained
-    undrain ─► idle
+undrain ─► idle
 """
 
 from __future__ import annotations

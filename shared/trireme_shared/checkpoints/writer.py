@@ -3,7 +3,7 @@ Background: parts are written in the background of training, other work is urgen
 
 Snapshot -> pserver-<i>.<token>.safetensors        Manifest -> manifest-<md5>.json
 narrow_to_changes, write_part -> one thread of the lowest priority, with rests
-    load, write_manifest, remove -> the other threads
+load, write_manifest, remove -> the other threads
 """
 
 from __future__ import annotations

@@ -285,8 +285,8 @@ class AllReduce:
         group: Group | None,
         done: Done,
         weights: Sequence[float],
-        root: int,
-        moment: Moment,  # noqa: ARG002
+        root: int,  # noqa: ARG002
+        moment: Moment,
     ) -> Result:
         size = len(weights)
         plan = Plan(self._specs, self._transport, size if self._canonical else 1)
@@ -379,9 +379,9 @@ class Broadcast:
         self,
         group: Group | None,
         done: Done,
-        weights: Sequence[float],
+        weights: Sequence[float],  # noqa: ARG002
         root: int,
-        moment: Moment,  # noqa: ARG002
+        moment: Moment,
     ) -> Result:
         source = root if self.root is None else self.root
         mine = group is None or group.rank == source
@@ -433,11 +433,11 @@ class Barrier:
 
     def run(
         self,
-        group: Group | None,
+        group: Group | None,  # noqa: ARG002
         done: Done,
-        weights: Sequence[float],
-        root: int,
-        moment: Moment,  # noqa: ARG002
+        weights: Sequence[float],  # noqa: ARG002
+        root: int,  # noqa: ARG002
+        moment: Moment,
     ) -> Result:
         moment.begun()  # what all members said before it began was the barrier
         return Result(done, self.kind, digest(self.lines), flats=[])

@@ -71,7 +71,7 @@ class Overwritten:
     rows changed since `version`, of versions after `after`. `bytes`: what they take.
 
     step --add--> loose --> pieces: of one step and some slots, in the order of slots --take--> read
-        one thread adds, another one does the rest
+    one thread adds, another one does the rest
     """
 
     def __init__(self, version: int, seed: int, slot_count: int, width: int) -> None:

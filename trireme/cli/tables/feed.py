@@ -2,7 +2,7 @@
 serving (trainer_agent/tables/files.py).
 
 checkpoints on the storage --newest, since the last folder of the feed--> next folder, marker last
-    feed: again and again, until the job is over
+feed: again and again, until the job is over
 """
 
 from __future__ import annotations

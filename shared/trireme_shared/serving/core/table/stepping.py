@@ -1,8 +1,8 @@
 """When the rows of embedding tables are stepped: at once here, or in turns with everything else
 (data_plane/row_turns.py).
 
-all data of a synchronous step is there ─► begin ─► server.rows_stepped        rows of an asynchronous push
-    ─► take ─► server.rows_taken
+all data of a synchronous step is there ─► begin ─► server.rows_stepped
+rows of an asynchronous push ─► take ─► server.rows_taken
 
 Rows of an asynchronous push are applied to each slot once:
 
