@@ -40,10 +40,9 @@ class FrozenPservers:
     """Which parameter servers are silent in a pause, so that a frozen one does not stretch it, and when they
     answer again. Of one term.
 
-    pause, cut -> copied, or another number of blocks copied, in time
-        -> they answer
-               -> neither for `limit_s` -> the pause is given up, the limit doubles -> it renewed its lease
-               since -> the next pause
+    pause, cut -> copied, or another number of blocks copied, in time -> they answer
+               -> neither for `limit_s` -> the pause is given up, the limit doubles
+                  -> it renewed its lease since -> the next pause
 
     Silence cannot tell a frozen server from a slow one. So after each pause that was given up for it, servers
     get twice the time, and after a copy at least twice the time that it took.

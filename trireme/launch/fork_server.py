@@ -2,8 +2,10 @@
 them.
 
     launcher ── fork server ── middle ── child
-        the middle ends at once, so the child becomes the launcher's: the
-       `─────────────────────────────────'           launcher waits for it, and it dies with the launcher
+       `─────────────────────────────────'
+
+    middle ends at once, so the child becomes the launcher's: the launcher waits for it, and it dies with the
+    cher.
 
 The control socket is standard input: one byte with three descriptors (connection, stdout, stderr) for each
 start; on the connection the launcher writes a Request, the child its pid, and the launcher GO. A side that

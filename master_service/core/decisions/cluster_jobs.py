@@ -426,11 +426,11 @@ def undrain(state: ClusterState, member: str) -> ClusterDecision[Place]:
     return Decision(place, (DropDrain(place),), (event,))
 
 
-# -------------------------------------------------------------------- schedules: jobs that begin at the times
-#     of a cron expression
+# -------------------------------------------------------------------- schedules
+# They are jobs that begin at the times of a cron expression.
 # time reached ─► the job before has ended ─► its job is created, and `next_time` moves on, in one transaction
 #              └► it has not ─► forbid: this time is left out
-#                  │ replace: that job is cancelled, this one is created
+#                            └► replace: that job is cancelled, this one is created
 # If times passed while no leader lived, the latest one runs, once.
 
 MAX_SCHEDULES = 1000

@@ -451,8 +451,8 @@ def _numbers(spec: JobSpec, trainers: int, pservers: int) -> JobSpec:
     return spec.with_fields(trainers=trainers, pservers=pservers)
 
 
-# -------------------------------------------------------------------- groups of slots on their way from
-#     source to target
+# -------------------------------------------------------------------- groups of slots
+# On their way from source to target:
 # source: `handed` in ps/<index> --the same migration, timeline and processes--> a new slot map: the target
 #     owns the group
 

@@ -8,9 +8,7 @@ Rows of an asynchronous push are applied to each slot once:
 
 push of minibatches [start, end) ─► waits for its turn ─► due by the ledger of their slots
     ─► stepped, some at a time ─► entered: the next version of the tables
-                                                                                         `─► frozen: MOVING,
-                                                                                             and nothing has
-                                                                                             happened
+                               `─► frozen: MOVING, and nothing has happened
 
 A push counts for all slots, also for those without an id in it: whoever asks the ledger which minibatches are
 there hears the same of all. One push at a time is being stepped, and it ends whatever becomes of who sent it.
