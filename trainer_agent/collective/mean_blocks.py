@@ -1,7 +1,8 @@
 """Mean gradients in one trainer of a collective job: all blocks of the last versions that it has, two at
 least, and those of the next one as they come.
 
-    own share     version s --pushes of step s, all lanes--> mean gradient of step s: version s + 1        (as a parameter server, without optimizer)
+    own share     version s --pushes of step s, all lanes--> mean gradient of step s: version s + 1
+                  (as a parameter server, without optimizer)
     other blocks  pulled from their owners (Arriving), and taken all at once by `complete`: from then on this
                   trainer has version s + 1
 

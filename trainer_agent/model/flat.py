@@ -1,10 +1,10 @@
 """Parameters and buffers laid end to end: the place of each in the flat vector of its segment, and the
 vectors.
 
-    segment (dtype x optimizer group)   | weight ....... | pad | bias .. | pad | weight ...   each start on 64 bytes
+    segment (dtype x optimizer group)   | weight ....... | pad | bias .. | pad | weight ...
     blocks                              |------ 0 ------|------ 1 ------|---- 2 ----|
 
-A parameter may span blocks, a block may hold many parameters.
+Each parameter starts on 64 bytes. A parameter may span blocks, a block may hold many parameters.
 """
 
 from __future__ import annotations

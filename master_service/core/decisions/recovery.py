@@ -362,7 +362,8 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
 # A parameter server is gone, and the others continue:
 # complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted, its losses are on record:
 #          |                   |                                          generation + 1
-#          |                   |-- the same process, whose lease had run out: it has everything, nothing is lost
+#          |                   |-- the same process, whose lease had run out: it has everything, nothing is
+#          |                   |   lost
 #          |                   `-- no checkpoint of its own (independent), or away too long: FAILED
 #          `-- no pserver left, nothing saved, or training is over: the whole job goes back, nothing is lost
 

@@ -117,8 +117,8 @@ async def test_plain_training_has_the_bits_of_one_lane_with_and_without_evaluati
 async def test_a_loop_of_ones_own_draws_between_its_batches_what_the_step_says(tmp_path):
     (tmp_path / "random_items.py").write_text("import torch\n" + textwrap.dedent(ITEMS))
     drawing = {
-        "head": "import random, torch, trireme\nimport numpy as np\nfrom torch import nn\nfrom torch.nn "
-        "import functional as F\n",
+        "head": "import random, torch, trireme\nimport numpy as np\nfrom torch import nn\n"
+        "from torch.nn import functional as F\n",
         "prepare": f"""
             dataset = trireme.data.MapStyle("random_items:Augmented", records={RECORDS})
             model, optimizer, batches = trireme.prepare(

@@ -285,8 +285,8 @@ async def test_a_gradient_that_comes_in_parts_is_their_sum(build):
 async def test_sums_that_overflow_are_no_failure(build):
     """Finite gradients whose sum is not: all blocks are there."""
     compute = build(
-        loss="def loss(model, batch):\n    total = sum(p.sum() for p in model.parameters())\n    return "
-        "3e38 * (total - total.detach())\n"
+        loss="def loss(model, batch):\n    total = sum(p.sum() for p in model.parameters())\n"
+        "    return 3e38 * (total - total.detach())\n"
     )
     for _ in range(2):
         announced, values = await contributions(compute, (0, 1), [records(4)])

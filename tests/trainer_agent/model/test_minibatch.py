@@ -46,8 +46,8 @@ def optimizer(model):
         ({"optimizer": OWN.replace("NAME", "Lion")}, "script.Lion cannot run on parameter servers$"),
         (
             {
-                "optimizer": "def optimizer(model):\n    return torch.optim.SGD([torch.ones(2, "
-                "requires_grad=True)], lr=1)\n"
+                "optimizer": "def optimizer(model):\n"
+                "    return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1)\n"
             },
             "the optimizer holds 1 parameters that are not the model's",
         ),

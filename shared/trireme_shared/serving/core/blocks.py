@@ -1,6 +1,7 @@
 """One block: its values, the values of the version before, the tree of its next step, and its optimizer.
 
-    version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped: version s+1
+    version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped
+                                         |                   `-> version s + 1
                                          `-> held, if the gradient is clipped
                                                --norm of the whole gradient--> stepped
 
