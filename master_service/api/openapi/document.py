@@ -320,8 +320,7 @@ def _problem(status: int, code: str, text: str) -> Problem:
     )
 
 
-# ------------------------------------------------------------------ links: which operation can follow from an
-#     answer, and which of its values it takes
+# ------------------------- links: which operation can follow from an answer, and which of its values it takes
 #     createJob ─► every operation about the job ─► createCheckpoint ─► getOperation
 #     a list ─► its next page, and what can be asked about its first item
 # They tell users and tools how operations belong together; schemathesis follows them.

@@ -235,8 +235,7 @@ class DirectTaskLeases:
             return None
         return partial(self._report, job, parts[0], *REPORTS[parts[1]])
 
-    # ------------------------------------------------------------ each raises before it awaits what FastAPI
-    # shall answer
+    # ------------------------------------------------- each raises before it awaits what FastAPI shall answer
 
     def _acquire(
         self, job: str | None, idempotency_key: bytes | None, body: bytes, receive: Receive

@@ -292,8 +292,7 @@ def _start(kind: str, job: Job, indices: list[int] | None = None) -> str:
     return f"TRIREME_JOB={job.spec.job} TRIREME_ETCD=URL python -m {module}{count}"
 
 
-# -------------------------------------------------------------------- collective: who has the parameters, who
-# loads or fetches them
+# ---------------------------------------------- collective: who has the parameters, who loads or fetches them
 
 
 def loading_checkpoint(now: Situation) -> Cause | None:

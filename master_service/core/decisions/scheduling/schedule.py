@@ -458,8 +458,7 @@ def _size(change: ClusterChange) -> int:
             return 0
 
 
-# -------------------------------------------------------------------- why a job is where it is: sentences
-# with both numbers
+# ------------------------------------------------------ why a job is where it is: sentences with both numbers
 
 NUMBERED = (
     # of the jobs that wait, so many have numbers in their reason: these change often, and each change is

@@ -121,8 +121,7 @@ async def _body(request: web.Request) -> codec.Fields:
     return codec.decode(await body.whole(MESSAGE_BYTES), MESSAGE_BYTES)
 
 
-# ---------------------------------------------------------------- bodies: frames come in with bounds and time
-# limits, blocks go out from their own memory
+# -------------------- bodies: frames come in with bounds and time limits, blocks go out from their own memory
 
 
 class Incoming(Generic[Header, Item]):
