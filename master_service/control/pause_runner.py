@@ -2,10 +2,11 @@
 are silent in one.
 
 due: the first one, every so many seconds, an epoch is over, training is over, one was asked for
-(decisions/operations.py), an evaluation is due: the next cut is evaluated pause -> all paused, or ANSWER_S
-are over -> cut -> all copied -> finish
-                                                 `-- silent (FrozenPservers), too slow, or begun by another
-                                                 master: given up
+(decisions/operations.py), an evaluation is due: the next cut is evaluated
+
+pause -> all paused, or ANSWER_S are over -> cut -> all copied -> finish
+                                               `-- silent (FrozenPservers), too slow, or begun by another
+                                                   master: given up
 
 So what a parameter server loses that dies is bounded: `seconds_between`, and the time in which the checkpoint
 is written.
