@@ -5,7 +5,7 @@ back, again and again.
          ─► it is counted in ──── resized back
 
     alone                 steps/s before
-    until it has them     steps/s meanwhile, against those before
+    from its key on       steps/s meanwhile, against those before
     counted in            the longest step, against those before
 
 `apart`: everything that was there before has one processor, and the joiner, only it, has the other, as if it
