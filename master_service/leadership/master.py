@@ -1,9 +1,10 @@
 """The master without REST: `Master` leads, or stands by until it may. What its methods promise holds across
 masters.
 
-run(): lease -> campaign -> take over -> Term ... lock or lease lost -> again, as a candidate with nothing in
-memory methods: NotLeader on a standby (with the leader's url), NotReady while taking over, else the answer
-once etcd has it
+run(): lease -> campaign -> take over -> Term ... lock or lease lost
+    -> again, as a candidate with nothing in memory
+methods: NotLeader on a standby (with the leader's url), NotReady while taking over, else the answer once etcd
+    has it
 
 A Term has the writer, the watch of the members and the supervisor. They all end with the lock.
 

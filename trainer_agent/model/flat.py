@@ -353,8 +353,8 @@ class LiveBuffers:
     same values, and its changed values are pushed. Asynchronous jobs push what was added to integer buffers.
     Other buffers (bool, int32, …) are constants of the model.
 
-    current vector ──load──► the module's buffers ──forward changes them──► store ──► buffer segments of the
-        gradient slot
+    current vector ──load──► the module's buffers ──forward changes them──► store
+        ──► buffer segments of the gradient slot
 
     A module may replace a buffer by a new tensor at any time. `counts`: integer
     ones are stored as what was added to them."""

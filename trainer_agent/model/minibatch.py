@@ -1,7 +1,7 @@
 """One minibatch: the user's loss forward and backward, or the user's evaluation.
 
-records ──collate──► batch ──loss(model, batch)──► loss ──backward──► gradients in a flat vector, block by
-    block
+records ──collate──► batch ──loss(model, batch)──► loss
+    ──backward──► gradients in a flat vector, block by block
 
 While backward runs, a hook at each parameter tells which blocks of the flat vector have all their gradients.
 In a script's own loop the gradients stay the script's until it calls optimizer.step(): what it does to them

@@ -7,8 +7,8 @@ group, and reads its result.
 The caller's tensors are read only: after an error the operation begins again with the same contribution. They
 travel as few one-dimensional buffers:
 
-    nested value ──take_apart──► skeleton (JSON) + leaves ──pack──► one flat buffer for each dtype ──unpack──►
-        leaves ──put_together──► value
+    nested value ──take_apart──► skeleton (JSON) + leaves ──pack──► one flat buffer for each dtype
+        ──unpack──► leaves ──put_together──► value
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`trireme up`: a cluster on this machine in the foreground, or detached. `trireme down` ends it from
 elsewhere.
 
-settings -> folder locked -> LocalPool -> cluster.json for other commands -> one line a job, until Ctrl-C,
-SIGTERM or an error
+settings -> folder locked -> LocalPool -> cluster.json for other commands
+    -> one line a job, until Ctrl-C, SIGTERM or an error
 """
 
 from __future__ import annotations

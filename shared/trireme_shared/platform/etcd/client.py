@@ -382,8 +382,8 @@ log = telemetry.logger("etcd.lease")
 class Lease:
     """A lease that fences itself: `alive` and `lost` follow the local clock, not only etcd's answers.
 
-        granted --keep_alive: renewed every TTL/3--> alive ... no renewal until the deadline, or etcd says it
-            is gone --> lost
+        granted --keep_alive: renewed every TTL/3--> alive ...
+            --no renewal until the deadline, or etcd says it is gone--> lost
 
     The deadline is the time *before* the last successful renewal was sent + TTL - margin, so it lies before
     any moment at which etcd may give the role to another process. A lost lease stays lost: a new role needs a

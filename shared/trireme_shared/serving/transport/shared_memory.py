@@ -1,8 +1,8 @@
 """Memory that one process writes and others on the host may read: its owner has a Region, a reader has a
 Mapped. Nobody writes into another's memory.
 
-    Region.create --offer--> {fd, name, size} over a UNIX stream --open_offered--> Mapped: the kernel allows
-        reading only
+    Region.create --offer--> {fd, name, size} over a UNIX stream
+        --open_offered--> Mapped: the kernel allows reading only
     Lender:   region --number--> offered once, forgotten when it is gone
     Borrower: [number, offset, size] --> bytes
 
