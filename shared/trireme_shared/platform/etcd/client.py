@@ -1,8 +1,8 @@
 """The client of all services, its watches and its leases: keys are text, values are bytes, every call has a
 deadline and typed errors.
 
-    Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints) -> etcd |
-    simulated etcd
+    Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints)
+        -> etcd | simulated etcd
 
 Reads are repeated until the caller's deadline. A write is repeated only while it certainly did not reach
 etcd; after that a lost answer is OutcomeUnknown, and the caller has to read back.
