@@ -244,7 +244,9 @@ def _table(result: Result) -> str:
             f"{result.cpu_s[name]:.1f} ({share:.2f})" for name, share in cores.items()
         ),
         "master MiB": f"{result.master_mib:.0f}",
-        "calm: requests/s to master, etcd": f"{result.calm_master_requests_per_s:.0f}, {result.calm_etcd_requests_per_s:.0f}",
+        "calm: requests/s to master, etcd": (
+            f"{result.calm_master_requests_per_s:.0f}, {result.calm_etcd_requests_per_s:.0f}"
+        ),
         "calm: cores": ", ".join(f"{share:.2f}" for share in result.calm_cores.values()),
     }
     return "| what | measured |\n|---|---|\n" + "\n".join(

@@ -5,8 +5,8 @@ What tells others of a member is a real member's code: its own connections to et
 lease, the watch of the job, its requests for tasks at the master. Nothing is computed, pushed or saved.
 
     stdin: one line, when to begin ─► members join, evenly spread
-        ─► stdout: "settled" once all of them know and have what
-    they need ─► stdin closes: "done", with counts
+        ─► stdout: "settled" once all of them know and have what they need
+        ─► stdin closes: "done", with counts
 """
 
 from __future__ import annotations

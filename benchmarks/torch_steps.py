@@ -2,8 +2,9 @@
 these per rank.
 
     python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE [--tuned]
-    [--batches 16] [--threads 1] python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0
-    --store FILE --epochs 2 python -m benchmarks.torch_steps SCRIPT --batch 256 --activations
+                                     [--batches 16] [--threads 1]
+    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --epochs 2
+    python -m benchmarks.torch_steps SCRIPT --batch 256 --activations
 
 The batches lie in memory before the first step: reading costs these rows nothing. Trains until it is killed;
 rank 0 writes the time after each step into a file. --epochs: so many passes over all batches instead, in one

@@ -1,7 +1,7 @@
 """`python -m pserver_service`: one parameter server, configured by TRIREME_* variables.
 
-bind -> claim ps/<index> -> serve ... SIGTERM: save the parameters, release the index, exit 0 (Drain in
-member.py)
+bind -> claim ps/<index> -> serve ... SIGTERM: save the parameters, release the index, exit 0
+                                      (Drain in member.py)
                                       index lost: exit 75, to be started again
 """
 

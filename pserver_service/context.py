@@ -2,10 +2,9 @@
 
 The index of a pserver: `ps/<index>` in etcd, under a lease.
 
-    wait for ps_desired and a free index, its own if it can be --> claim (create = 0) --> hold ... revoked or
-        another's --> lost: stop serving, exit
-                                                                      `---- fewer are desired --> release it,
-                                                                          exit
+    wait for ps_desired and a free index, its own if it can be --> claim (create = 0) --> hold ...
+        |-- revoked or another's --> lost: stop serving, exit
+        `-- fewer are desired --> release it, exit
 
 When the lease is over by the local clock, the pserver answers no call until it has asked etcd: another
 process may have its index. If the lease ran out and nobody has the index, it takes it again with its

@@ -264,8 +264,7 @@ class Rejoin(StateFollower):
         return now is not None and now.timeline == state.timeline and now.phase in GOING_ON
 
 
-# ---------------------------------------------------------------- a store from the parts of a checkpoint; all
-# of it blocks
+# --------------------------------------------------- a store from the parts of a checkpoint; all of it blocks
 
 
 def load_store(

@@ -6,11 +6,10 @@
         ─► read by the parameter servers, or into the tables of this process
     a trainer that joins later, or a job that resumes: the copy alone
 
-    {"model": ..., "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, a file of
-        torch.save
-      ─► checked against the script's optimizer ─► optimizer.state ─► under plain Python that is all
-                                                                  ─► cut into blocks, sent to parameter
-                                                                      servers with their first values
+    {"model": ..., "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, by torch.save
+      ─► checked against the script's optimizer ─► optimizer.state
+        ─► under plain Python that is all
+        ─► cut into blocks, sent to parameter servers with their first values
 
 Parameters that are not trained lie in no parameter server, so every trainer that starts needs them. Files are
 safetensors, or what torch.save wrote of a state_dict; no code in them is run.

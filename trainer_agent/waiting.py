@@ -123,12 +123,8 @@ class SingleErrorGroup(asyncio.TaskGroup):
         finally:
             failed.__context__ = context
             self._parent_task = None  # as Python 3.13 does
-            del (
-                failed,
-                context,
-                # an error that refers to itself keeps all that its frames refer to, until Python looks for
-                # circles
-            )
+            # an error that refers to itself keeps all that its frames have, until Python looks for circles
+            del failed, context
 
 
 def _cancels() -> int:

@@ -2,8 +2,9 @@
 training loop of one's own.
 
 allreduce ─► wait for an epoch ─► all call the same? ─► exchange ─► SUCCEEDED, the same result in all members
-                   ▲                     └─ no: FAILED in all
-                       └─ a peer died: a new epoch, and again with those who live
+                   ▲                     │                 └─ a peer died: a new epoch ─┐
+                   │                     └─ no: FAILED in all                           │
+                   └──────── again with those who live ─────────────────────────────────┘
 """
 
 from __future__ import annotations

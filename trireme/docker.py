@@ -60,7 +60,8 @@ def main() -> int:
         "unix:///var/run/docker.sock), TRIREME_MAX_TRAINERS, "
         "TRIREME_MAX_PSERVERS (containers that it may have), TRIREME_PROJECT (of compose; default: "
         "its own container's), "
-        "TRIREME_ROOT, TRIREME_LOG_LEVEL. Whoever reaches the Engine is root on its machine: docs/cluster.md.",
+        "TRIREME_ROOT, TRIREME_LOG_LEVEL. Whoever reaches the Engine is root on its machine: "
+        "docs/cluster.md.",
     ).parse_args()
     settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="docker_launcher")

@@ -165,7 +165,7 @@ class _PlainLoop:
 
     def _tell_if_left(self) -> None:
         if not self.loop.is_over and getattr(sys, "last_value", None) is None:
-            print(
+            print(  # noqa: T201
                 "the script has left its loop before training was over; `trireme run` refuses that",
                 file=sys.stderr,
-            )  # noqa: T201
+            )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 
-# PTH120  the import of trireme is quick
-_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100,
+# without pathlib: the import of trireme is quick
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
 _SERVICES = ("master_service", "pserver_service", "trainer_agent")
 
 

@@ -105,8 +105,10 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
             for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial", "init_optimizer")
         }
         result = run(
-            user, plain_spec(user, flags, options.set), report=lambda text: print(text, file=sys.stderr)
-        )  # noqa: T201
+            user,
+            plain_spec(user, flags, options.set),
+            report=lambda text: print(text, file=sys.stderr),  # noqa: T201
+        )
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")  # noqa: T201
         if options.export:
@@ -146,9 +148,9 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
     seed = merged["seed"].value if "seed" in merged else JobSpec.model_fields["seed"].default
     seed = seed if isinstance(seed, int) else 0  # what is no number is refused below
     alone = {
-        "mode": "sync", "lanes": 1, "gradient_dtype": "float32", "parameter_dtype": "float32", "error_feedback": None,
-        "checkpoint_kind": "coordinated", "skip_after_seconds": None, "lr_staleness_modulation": False,
-        "max_staleness": None,
+        "mode": "sync", "lanes": 1, "gradient_dtype": "float32", "parameter_dtype": "float32",
+        "error_feedback": None, "checkpoint_kind": "coordinated", "skip_after_seconds": None,
+        "lr_staleness_modulation": False, "max_staleness": None,
     }  # fmt: skip
     one_lane = {name: settings.Setting(value, "plain training") for name, value in alone.items()}
     named = {"job": settings.Setting(settings.job_name(user.path), "the script")}

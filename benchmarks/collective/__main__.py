@@ -1,10 +1,11 @@
 """The collective strategy against its peers, as ratios within one run; a part of it with --parts.
 
     python -m benchmarks.collective [--parts exchange,jobs,tables,joining,rebuilds,kills] [--members 2,4]
-    [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
-                                    [--models charlm,mlp] [--seconds 3] [--rebuilds 200] [--table-models
-                                    deepfm,clicks] [--table-rows 1000000] [--table-ways ddp,ours,...]
-                                    [--no-losses] [--joining 1,2] [--state-mib 256] [--joins 5] [--apart both]
+                                    [--rounds 11] [--mib 64] [--buckets 16] [--block-kib 1024]
+                                    [--models charlm,mlp] [--seconds 3] [--rebuilds 200]
+                                    [--table-models deepfm,clicks] [--table-rows 1000000]
+                                    [--table-ways ddp,ours,...] [--no-losses]
+                                    [--joining 1,2] [--state-mib 256] [--joins 5] [--apart both]
                                     [--kills 100] [--freezes 20] [--instants 250] [--gloo-kills 250]
                                     [--within-s 3600] [--seed 1]
 

@@ -1,9 +1,12 @@
 """What a trainer that joins costs those that train: a job of `members` trainers is resized to one more and
 back, again and again.
 
-    alone ──────── the process starts ─► its key ─ it gets parameters and momentum ─► it has them
-        ─► it is counted in ──────── resized back
-    steps/s before                       steps/s meanwhile, against those before                     the longest step, against those before
+    alone ──── the process starts ─► its key ─ it gets parameters and momentum ─► it has them
+         ─► it is counted in ──── resized back
+
+    alone                 steps/s before
+    from its key on       steps/s meanwhile, against those before
+    counted in            the longest step, against those before
 
 `apart`: everything that was there before has one processor, and the joiner, only it, has the other, as if it
 were a machine of its own. Steps are told by the script (scripts/large_state.py), where their minibatches

@@ -1,8 +1,9 @@
 """Starts an etcd and some processes of digits_allreduce.py on this machine, and, if it is told to, harms
 them.
 
-python examples/own_allreduce/start.py --members 3 python examples/own_allreduce/start.py --members 3 --steps
-2000 --join-at 100 --kill-at 400 --freeze-at 800 --thaw-at 1200
+python examples/own_allreduce/start.py --members 3
+python examples/own_allreduce/start.py --members 3 --steps 2000 --join-at 100 --kill-at 400 --freeze-at 800
+                                       --thaw-at 1200
 """
 
 from __future__ import annotations

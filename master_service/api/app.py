@@ -1,9 +1,9 @@
 """The REST API of the jobs that a process leads: token, request id, limit of the body, routes, problems.
 
-request -> Guarded -> of a page at a standby: ForwardedToLeader -> Bounded -> EveryMethod (middleware.py) ->
-    route: decode -> the job's master -> encode
-               └─ requests for every task: DirectTaskLeases (routes/tasks.py), without FastAPI
-                   every error -> problem+json
+request -> Guarded -> of a page at a standby: ForwardedToLeader -> Bounded -> EveryMethod (middleware.py)
+             |         -> route: decode -> the job's master -> encode
+             `- requests for every task: DirectTaskLeases (routes/tasks.py), without FastAPI
+every error -> problem+json
 """
 
 from __future__ import annotations

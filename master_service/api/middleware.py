@@ -42,7 +42,9 @@ def role_needed(method: str, path: str) -> Role | None:
     """The role that a path, or a path template, needs. A route that is not named here needs an admin. None:
     no token is needed.
 
-    GET, HEAD, OPTIONS ─► viewer      what trainers report and ask for ─► member      everything else, also what does not exist ─► admin
+    GET, HEAD, OPTIONS ─► viewer
+    what trainers report and ask for ─► member
+    everything else, also what does not exist ─► admin
     """
     if method in READING:
         is_open = path in HEALTH or path in PAGES or path.startswith(FILES_OF_PAGES)
@@ -104,7 +106,8 @@ SILENT_S = 60.0  # streams send something every 10 s, and other requests wait at
 CHUNK_BYTES = 1 << 16
 ANSWERED_HERE = ("/v1/version", "/v1/access")  # every master answers these alike
 PASSED_ON = frozenset(
-    {"authorization", "accept", "content-type", "idempotency-key", "if-match", "if-none-match", "last-event-id", "x-request-id"}
+    {"authorization", "accept", "content-type", "idempotency-key", "if-match", "if-none-match",
+     "last-event-id", "x-request-id"}
 )  # fmt: skip
 OF_CONNECTIONS = frozenset({"connection", "keep-alive", "transfer-encoding", "date"})
 
@@ -115,8 +118,8 @@ class ForwardedToLeader:
     """Requests that a standby answers through the leader, if they ask for it: `Trireme-Forward: leader`.
     ASGI, around `app`, within the checks of who asks.
 
-    request ─► standby ── token, Host and Origin are checked here ──► leader ── its own checks ──► answer,
-        piece by piece
+    request ─► standby ── token, Host and Origin are checked here ──► leader ── its own checks
+        ──► answer, piece by piece
 
     For pages: a browser shows a page of the master that it was opened at, and may not ask another one.
     Programs follow `details.leader` of NOT_LEADER by themselves. A request is passed on once: the leader of a

@@ -1,7 +1,7 @@
 """The master of a cluster without REST: it leads every ACTIVE job, or stands by until it may.
 
-run(): lease -> campaign for cluster/lock -> take over -> ClusterTerm ... lock or lease lost -> again, with
-nothing in memory
+run(): lease -> campaign for cluster/lock -> take over -> ClusterTerm ... lock or lease lost
+    -> again, with nothing in memory
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The leader ends a member's registration: only while it holds its lock, and only the very registration that
 it means.
 
-lock held, key under that lease --one transaction--> key deleted --> lease revoked, with whatever else it
-    holds
+lock held, key under that lease --one transaction--> key deleted
+   |           |                     --> lease revoked, with whatever else it holds
    |           `-- key under another lease: it belongs to a newer registration, nothing is done
    `-- lock lost: LockLost
 
@@ -133,11 +133,9 @@ class LeaseEnd:
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = math.floor(ttl_s)  # at least what a renewal gives
         self._asked = -math.inf  # when etcd was asked last
-        self._over_by = self._first = (
-            math.inf
-            # when it is surely over unless it is renewed, by all answers since it may have been, and by the
-            # first one
-        )
+        # when it is surely over unless it is renewed, by all answers since it may have been, and by the
+        # first one
+        self._over_by = self._first = math.inf
         self.renewed = self.over = False
 
     def take(self, asked: float, answered: float, left_s: int) -> None:

@@ -1,6 +1,8 @@
 """Operations of one term: begun by REST or a draining member, advanced by the leader, read by anybody.
 
-ask -> written -> 202        members, checkpoints or state change -> advance        files -> read, one operation at a time
+ask -> written -> 202
+members, checkpoints or state change -> advance
+files -> read, one operation at a time
 """
 
 from __future__ import annotations
@@ -215,8 +217,8 @@ class EvaluationRunner:
     """What a leader does for evaluations while the job trains: it begins each once its checkpoint is
     committed.
 
-    checkpoint committed ─► begun      a later one is the latest, and the result depends on it
-        ─► the job goes back
+    checkpoint committed ─► begun
+    a later one is the latest, and the result depends on it ─► the job goes back
     trainers wait for one whose checkpoint does not come within `recovery_timeout_s`, or before that of the
         last version ─► left out
 

@@ -2,10 +2,11 @@
 are silent in one.
 
 due: the first one, every so many seconds, an epoch is over, training is over, one was asked for
-(decisions/operations.py), an evaluation is due: the next cut is evaluated pause -> all paused, or ANSWER_S
-are over -> cut -> all copied -> finish
-                                                 `-- silent (FrozenPservers), too slow, or begun by another
-                                                 master: given up
+(decisions/operations.py), an evaluation is due: the next cut is evaluated
+
+pause -> all paused, or ANSWER_S are over -> cut -> all copied -> finish
+                                               `-- silent (FrozenPservers), too slow, or begun by another
+                                                   master: given up
 
 So what a parameter server loses that dies is bounded: `seconds_between`, and the time in which the checkpoint
 is written.
@@ -40,10 +41,9 @@ class FrozenPservers:
     """Which parameter servers are silent in a pause, so that a frozen one does not stretch it, and when they
     answer again. Of one term.
 
-    pause, cut -> copied, or another number of blocks copied, in time
-        -> they answer
-               -> neither for `limit_s` -> the pause is given up, the limit doubles -> it renewed its lease
-               since -> the next pause
+    pause, cut -> copied, or another number of blocks copied, in time -> they answer
+               -> neither for `limit_s` -> the pause is given up, the limit doubles
+                  -> it renewed its lease since -> the next pause
 
     Silence cannot tell a frozen server from a slow one. So after each pause that was given up for it, servers
     get twice the time, and after a copy at least twice the time that it took.

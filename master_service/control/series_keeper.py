@@ -1,8 +1,9 @@
 """The metrics of a job in one term: what the terms before have stored, and what is reported now.
 
-term begins ─► stored files read ─► in memory, answers queries          report
-    ─► memory, and a file every FLUSH_S
-FILES files ─► one with all of it, the others are deleted               term ends ─► what is left is written
+term begins ─► stored files read ─► in memory, answers queries
+report ─► memory, and a file every FLUSH_S
+FILES files ─► one with all of it, the others are deleted
+term ends ─► what is left is written
 
 What is not stored when a master is killed is asked for by the next one, if it is of whole steps: the owner of
 lane 0 and the parameter servers keep it until it is stored. Else it is lost, at most FLUSH_S of it. A storage

@@ -2,14 +2,15 @@
 job.
 
 members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back
-    joins: within a window, together
-               |  etcd was silent: who is missing has the time of a lease to come back, before anything follows from it, unless it refuses connections
+               |  joins: within a window, together
+               |  etcd was silent: who is missing has the time of a lease to come back, before anything
+               |  follows from it, unless it refuses connections
                `-> a rollback advances (Recovery); members join meanwhile, however slow the storage is
-every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted; late
-               ones are marked
+every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted
+                  late ones are marked
 rebalance_s    -> lanes follow the measured speed
 beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py),
-               evaluations (operation_runner.py)
+                  evaluations (operation_runner.py)
 
 Recovery reads the checkpoint's manifest, restores the queue, and lets the job run again:
 

@@ -54,8 +54,9 @@ from trireme_shared.protocol.records.cluster import Kind
 class WaitingAsks:
     """Requests for a task that wait in the master until there may be one for them.
 
-    nothing to give ─► next(): in line ─► freed(n): the first n look again │ changed(): all do
-        │ the limit is over: "wait" is answered
+    nothing to give ─► next(): in line ─► freed(n): the first n look again
+                                       ─► changed(): all do
+                                       ─► the limit is over: "wait" is answered
 
     `changes` counts what may have made tasks: who finds none after looking at it misses nothing by
     `next(changes, ...)`.

@@ -1,10 +1,10 @@
 """The process beside a leader that follows one job for its trackers (master_service/trackers): started,
 permitted, heard, ended.
 
-run(): process ◄─ Permit every PERMIT_S, while the lease lasts          process ─ News
-    ─► an event and a line in the log
-process dies, or says nothing for SILENT_S ─► killed, a pause, a new one          job over, all logged
-    ─► run() returns
+run(): process ◄─ Permit every PERMIT_S, while the lease lasts
+process ─ News ─► an event and a line in the log
+process dies, or says nothing for SILENT_S ─► killed, a pause, a new one
+job over, all logged ─► run() returns
 
 The leader only writes what fits into the pipe, and waits for nothing.
 """

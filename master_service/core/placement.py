@@ -4,9 +4,10 @@ Owners share all lanes evenly, in the order of the list, or by their measured sp
 owner, as far as that is cheap to find. With more trainers than lanes the last ones are hot spares; a spare
 takes the place of an owner that is gone, or that is so slow that it gets no lane.
 
-Slots: owners, layout --least movement--> slots with another owner --by (source, target)--> groups of some
-    MiB, or of one slot. The layout, and what
-parameter servers tell of their rows of embedding tables, say how many bytes that is.
+Slots: owners, layout --least movement--> slots with another owner
+    --by (source, target)--> groups of some MiB, or of one slot
+
+The layout, and what parameter servers tell of their rows of embedding tables, say how many bytes that is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The page at `/`: the files that `source/` is built into, and the headers they are served with.
 
-source/ (Svelte, uPlot) ── make dashboard ──► built/ ── GET /, /dashboard/... ──► a browser, which asks the
-    REST API like any other client
+source/ (Svelte, uPlot) ── make dashboard ──► built/ ── GET /, /dashboard/...
+    ──► a browser, which asks the REST API like any other client
 """
 
 from __future__ import annotations

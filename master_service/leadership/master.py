@@ -1,16 +1,17 @@
 """The master without REST: `Master` leads, or stands by until it may. What its methods promise holds across
 masters.
 
-run(): lease -> campaign -> take over -> Term ... lock or lease lost -> again, as a candidate with nothing in
-memory methods: NotLeader on a standby (with the leader's url), NotReady while taking over, else the answer
-once etcd has it
+run(): lease -> campaign -> take over -> Term ... lock or lease lost
+    -> again, as a candidate with nothing in memory
+methods: NotLeader on a standby (with the leader's url), NotReady while taking over, else the answer once etcd
+    has it
 
 A Term has the writer, the watch of the members and the supervisor. They all end with the lock.
 
 A new leader takes the job over: write under the lock -> read every key -> the job as etcd holds it.
 
-lock held --> first write under it (a master's address) --> all keys read --> spec agreed --> dataset loaded
-    or counted --> Job
+lock held --> first write under it (a master's address) --> all keys read --> spec agreed
+    --> dataset loaded or counted --> Job
 
 The first writes of a term land once each, right after the last write of the term before.
 """

@@ -1,10 +1,10 @@
 """A masterless job at one trainer: it decides about its own tasks, and one trainer at a time also sweeps.
 
     always:  one watch keeps the job current
-        ─► acquire, complete, fail: decided here, written by compare-and-set
+             ─► acquire, complete, fail: decided here, written by compare-and-set
     lease ─► sweep/lock ─► open the job (spec, dataset counted, tasks/meta)
-        ─► Supervisor: members, phases, late and lost
-             tasks, rollbacks ... lock or lease lost ─► candidate again; another trainer sweeps
+             ─► Supervisor: members, phases, late and lost tasks, rollbacks ...
+             lock or lease lost ─► candidate again; another trainer sweeps
 
 A candidate that finds the sweeper's port closed revokes its lease, as master candidates do (election.py).
 """

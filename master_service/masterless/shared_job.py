@@ -272,12 +272,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 class SharedWriter(GroupCommit):
     """The writer of this process: every trainer of a masterless job decides and writes by itself.
 
-        waiting decisions --taken together on a draft--> one txn --landed--> the draft is the job; answers,
-            events
-                                                           |  another writer was first: wait for its commit, decide again
-                                                           +- no answer: the watch shows which commit came next
-        an error instead of a write: answered only if `tasks/commit` is still where the draft began, else
-        decided again
+        waiting decisions --taken together on a draft--> one txn --landed--> the draft is the job
+            |                                               |                  `-> answers, events
+            |                                               |- another writer was first: wait for its
+            |                                               |  commit, decide again
+            |                                               `- no answer: the watch shows which commit
+            |                                                  came next
+            `- an error instead of a write: answered only if `tasks/commit` is still where the draft began,
+               else decided again
 
     Each txn compares the mod_revision of `tasks/commit` with the commit that its draft began from, and writes
     that key. So commits form one chain, and a decision counts only for the state it was taken on. Decisions

@@ -1,9 +1,9 @@
 """What the user changes of a job before its members are started.
 
-FAILED, not through its script, no lock held --start_again--> WAITING: the first master takes the job back to
-    its newest checkpoint
-another spec, no lock held --renew--> what may change is written; more epochs: COMPLETED --> WAITING, and
-    training goes on
+FAILED, not through its script, no lock held
+    --start_again--> WAITING: the first master takes the job back to its newest checkpoint
+another spec, no lock held --renew--> what may change is written; more epochs: COMPLETED
+    --> WAITING, and training goes on
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ how many writes fit together.
 
 etcd refuses a transaction with more operations or bytes, and then no master could go on:
 decisions' writes --takes?--> add --one transaction--> etcd
-    too large alone --> TooLarge, for its caller only
+too large alone --> TooLarge, for its caller only
 
 The members as etcd has them: watches of trainers, of pservers and initialisation, and of checkpoints, as one
 `Members` value.
@@ -164,7 +164,8 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
         case NextEpoch(epoch):
             assert job is not None
             meta = job.meta.with_fields(epoch=epoch)
-            return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
+            ranges = (keys.cursor, keys.pending, keys.requeued)
+            return (*(Delete(of("0"), of(":")) for of in ranges), Put(keys.task_meta, meta.to_bytes()))
         case _:
             return (Put(_places(keys)[type(change)], change.to_bytes()),)
 

@@ -12,10 +12,10 @@ read-back cannot apply it twice. This allows a second txn while the first is und
 it carries as much as the first. Answers come in order.
 
 The leader's own decisions (LeaderWriter) are taken also when too many requests wait, and the irreversible
-    ones on what etcd has:
+ones on what etcd has:
 decide --reversible--> written
-   `-- ends the job, or starts it over --> checkpoints read from etcd --> decided again; written only if none
-       became the newest since
+   `-- ends the job, or starts it over --> checkpoints read from etcd --> decided again
+                                               --> written only if none became the newest since
 """
 
 from __future__ import annotations

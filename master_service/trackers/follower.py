@@ -1,7 +1,7 @@
 """The trackers of one job follow its stored metrics: each gets what it lacks, as fast as it takes it.
 
 stored series ─ look() ─► what each idle tracker lacks ─► its thread (Worker)
-    late, well again, ended ─► told once
+late, well again, ended ─► told once
 
 Nothing is kept for a tracker that is late: what it lacks is in the job's storage.
 """
@@ -146,8 +146,8 @@ MOST_TEXT = 500
 class Worker:
     """One tracker in a thread of its own: what it raises or how long it takes concerns nobody else.
 
-    made ─► begin ─► idle ◄─► log ─► end          it raises
-        ─► closed, a pause, made anew: it gets what it lacks
+    made ─► begin ─► idle ◄─► log ─► end
+    it raises ─► closed, a pause, made anew: it gets what it lacks
 
     `told`: by metric the first step that the tracker lacks; None until it has begun. `cause`: why it does
     nothing now, or "". `busy_since`: of the call that lasts; None: it is idle. `wake` is called when it is

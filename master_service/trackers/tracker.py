@@ -2,7 +2,7 @@
 which points it lacks.
 
 begin(run) ─► log(points), again and again, in the order of their steps ─► end(result)
-    close() instead, if it goes on elsewhere
+close() instead, if it goes on elsewhere
 
 All calls come from one thread. They may raise and take long: then the tracker is made anew, and gets what it
 lacks. Each point is told once, when its value will not change any more:

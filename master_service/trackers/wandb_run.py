@@ -35,8 +35,8 @@ class WandbRun:
 
         self._of = run
         settings = wandb.Settings(
-            console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True, save_code=False,
-            init_timeout=60,
+            console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True,
+            save_code=False, init_timeout=60,
         )  # fmt: skip
         where = {"base_url": run.wanted.uri} if run.wanted.uri else {}
         self._run = wandb.init(

@@ -9,7 +9,8 @@ A paused checkpoint (PausedCopy): nobody trains, so all blocks are copied at one
 on.
 
 CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background
-                                                 |-- a long one: `copying` now and then, or the master takes it for frozen
+                                                 |-- a long one: `copying` now and then, or the master takes
+                                                 |   it for frozen
                                                  `-- the pause was given up meanwhile: nothing is kept
 
 Asynchronous copies have blocks, rows and ledger of one instant: a push that is being stepped is whole, rows

@@ -1,8 +1,8 @@
 """Independent checkpoints: this pserver saves itself from time to time, without the others and without a
 pause.
 
-queue read -> all blocks copied at one instant -> file, manifest -> checkpoints/pservers/<index> -> older
-files deleted
+queue read -> all blocks copied at one instant -> file, manifest -> checkpoints/pservers/<index>
+    -> older files deleted
 
 The queue is read first: a task that is done in it is wholly in the copy, so the losses of a return to it can
 be counted. Such checkpoints of two pservers are of different moments, so a pserver only loads its own.

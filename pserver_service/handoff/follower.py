@@ -1,9 +1,9 @@
 """A pserver follows the slot map: blocks that it lost are forgotten, blocks that it gained were handed over
 before.
 
-memory is reserved, parts of a group arrive -> kept apart -> whole: HAVE -> the map gives the group to this
-pserver -> blocks of its store, served
-                                                     `-> another migration was planned -> dropped
+memory is reserved, parts of a group arrive -> kept apart -> whole: HAVE
+    -> the map gives the group to this pserver -> blocks of its store, served
+    -> another migration was planned -> dropped
 
 `follow` is called whenever the view of the job changes, before anybody else sees the change. The map and the
 migration that one transaction wrote are seen together.

@@ -1,7 +1,7 @@
 """A pserver hands groups of its blocks over to others, one after the other, as the job's migration says.
 
-group due -> target: memory is there -> between two steps -> values sent while it is served -> each block
-freezes at its next version -> the rest sent -> target: HAVE
+group due -> target: memory is there -> between two steps -> values sent while it is served
+             -> each block freezes at its next version -> the rest sent -> target: HAVE
              (asynchronous: rows sent while it is served -> all of it freezes at once -> the rest sent)
           -> `handed` in ps/<index> -> the leader writes the slot map -> forgotten (follower.py)
              `-> the leader plans another migration, or none -> thawed

@@ -70,7 +70,8 @@ OWN_LOOP = """
 def main():
     made = model()
     made, steps, batches = trireme.prepare(
-        made, optimizer(made), dataset(), evaluation_dataset=evaluation_dataset, evaluate=evaluate, metrics=metrics
+        made, optimizer(made), dataset(), evaluation_dataset=evaluation_dataset, evaluate=evaluate,
+        metrics=metrics
     )
     for batch in batches:
         steps.zero_grad()

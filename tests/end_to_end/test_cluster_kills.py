@@ -2,7 +2,7 @@
 done twice, no bit differs.
 
 submit, resize, pause, resume, cancel ─ the same key until it is answered
-    SIGKILL of a random process ─ within a second of it
+SIGKILL of a random process ─ within a second of it
 """
 
 from __future__ import annotations

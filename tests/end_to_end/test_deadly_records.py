@@ -66,7 +66,8 @@ def loss(model, batch):
 LOOP = """
 def main():
     net = model()
-    net, steps, batches = trireme.prepare(net, optimizer(net), trireme.data.MapStyle("deadly:Points", records={records}))
+    points = trireme.data.MapStyle("deadly:Points", records={records})
+    net, steps, batches = trireme.prepare(net, optimizer(net), points)
     for batch in batches:
         steps.zero_grad()
         trireme.backward(loss(net, batch))

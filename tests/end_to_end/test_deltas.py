@@ -31,7 +31,8 @@ class Model(nn.Module):
         self.deep = nn.Linear(64 + 4 + 8, 1)
 
     def forward(self, x):
-        return self.deep(torch.cat([self.user((x[:, 0] * 1e6).long()), self.item((x[:, 1] * 50).long()), x], 1))
+        user, item = self.user((x[:, 0] * 1e6).long()), self.item((x[:, 1] * 50).long())
+        return self.deep(torch.cat([user, item, x], 1))
 
 
 def model():

@@ -45,9 +45,8 @@ def cut_off(trireme: Command, scenario: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr + logs(trireme.folder)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(
-        f"{scenario}: next step {report['next_step_s']:.2f} s after the cut, leases of {LEASE_S:g} s", end=" "
-    )  # noqa: T201
+    print(f"{scenario}: next step {report['next_step_s']:.2f} s after the cut,", end=" ")  # noqa: T201
+    print(f"leases of {LEASE_S:g} s", end=" ")  # noqa: T201
     print(f"(ended after {report['leases_end_s']:.2f} s);", end=" ")  # noqa: T201
     print(f"members are back {report['back_s']:.2f} s after its end")  # noqa: T201
     assert report["phase"] == "COMPLETED", report

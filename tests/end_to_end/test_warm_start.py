@@ -25,8 +25,8 @@ __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 CONFIG = """
 config = trireme.Config(
-    epochs=2, global_batch_size=32, lanes=1, seed=3, records_per_task=16, block_bytes=256, trainers=1, pservers=1,
-    checkpoint_every_steps=6, keep_checkpoints=3,
+    epochs=2, global_batch_size=32, lanes=1, seed=3, records_per_task=16, block_bytes=256, trainers=1,
+    pservers=1, checkpoint_every_steps=6, keep_checkpoints=3,
 )
 """
 SCHEDULER = """
@@ -46,7 +46,8 @@ class Model(nn.Module):
         self.deep = nn.Linear(64 + 4 + 8, 1)
 
     def forward(self, x):
-        return self.deep(torch.cat([self.user((x[:, 0] * 1e6).long()), self.item((x[:, 1] * 50).long()), x], 1))
+        user, item = self.user((x[:, 0] * 1e6).long()), self.item((x[:, 1] * 50).long())
+        return self.deep(torch.cat([user, item, x], 1))
 
 
 def model():

@@ -24,8 +24,9 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 START_S, ANSWER_S, UNTIL_S = 60.0, 60.0, 90.0
 # no GPU, no sandbox for root, and nothing that asks the network by itself
 FLAGS = (
-    "--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,1000",
+    "--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0",
+    "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--window-size=1280,1000",
 )  # fmt: skip
 
 

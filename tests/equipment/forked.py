@@ -1,11 +1,10 @@
 """Python modules as processes that are forked from one which has imported what they need: 0.1 s of processor
 time each, not 1 to 4 s.
 
-    test ── fork server (trireme.launch.fork_server) ── the process: a child of the test, with its own
-        arguments, environment,
-                                                        working directory, output and exit code
-                                                          `── the fork server that it may ask for: forked as
-                                                              well, and waiting
+    test ── fork server (trireme.launch.fork_server)
+              ├── the process: a child of the test, with its own arguments, environment, working directory,
+              │   output and exit code
+              └── the fork server that it may ask for: forked as well, and waiting
 
 Everything from the control socket on is what launchers do with members. What a test proves about the start of
 an interpreter (its flags, its environment, what it imports first) needs a new one: `subprocess`.

@@ -23,7 +23,8 @@ import json, os, sys
 from trireme.launch.processes import ForkServer
 with ForkServer() as forks:
     forks.prepare()
-    print(json.dumps([__name__, sys.argv[1:], os.getcwd(), sys.path[0], os.environ["TRIREME_JOB"], type(forks.server).__name__]))
+    kind = type(forks.server).__name__
+    print(json.dumps([__name__, sys.argv[1:], os.getcwd(), sys.path[0], os.environ["TRIREME_JOB"], kind]))
 print("err", file=sys.stderr)
 sys.exit(3)
 """

@@ -33,9 +33,14 @@ SCRIPT = """
     import torch, trireme
     from torch import nn
 
-    config = trireme.Config(epochs=2, global_batch_size=8, lanes=4, seed=5, records_per_task=20, clip_lane_norm=1.0)
+    config = trireme.Config(
+        epochs=2, global_batch_size=8, lanes=4, seed=5, records_per_task=20, clip_lane_norm=1.0
+    )
 
-    def model(): return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
+    def model():
+        return nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1)
+        )
     def dataset(): return trireme.data.Npy("{data}/x.npy", "{data}/y.npy", aligned=True)
     def loss(model, batch): return ((model(batch["x"]).squeeze(1) - batch["y"]) ** 2).mean()
     def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -188,7 +193,10 @@ def test_the_users_collate_gets_records(tmp_path):
         seen = []
         def collate(records):
             seen.append(records)
-            return {name: torch.stack([torch.as_tensor(record[name]) for record in records]) for name in ("x", "y")}
+            return {
+                name: torch.stack([torch.as_tensor(record[name]) for record in records])
+                for name in ("x", "y")
+            }
     """
     user = load(script(tmp_path, collate))
     run(user, plain_spec(user, {"epochs": 1}))

@@ -130,10 +130,8 @@ class SimulatedCluster(Cluster):
         outcome: int
         try:
             outcome = await main
-        except (
-            Exception
-            # what shared/trireme_shared/platform/runtime/service.py makes of it: exit code 1, or a traceback
-        ) as error:
+        # what shared/trireme_shared/platform/runtime/service.py makes of it: exit code 1, or a traceback
+        except Exception as error:
             outcome = 1
             self.say(f"{process.name} ends: {described(error)}")
             if not expected(error):

@@ -1,7 +1,7 @@
 """One fault on a running job, and what it cost.
 
-kill: signal ─► the next step                       everything else: begin ─ its seconds ─► end
-    ─► the next step
+kill: signal ─► the next step
+everything else: begin ─ its seconds ─► end ─► the next step
 """
 
 from __future__ import annotations

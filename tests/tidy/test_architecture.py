@@ -106,7 +106,7 @@ SMALL = """
 | room | what it is for |
 |---|---|
 | `member.py`, `gone.py` | its life, with `context.py` and `older.py` |
-| `checkpoints/`, `member.py` | copies, see `pserver_service/checkpoints/copies.py` and [docs](docs/none.md#part) |
+| `checkpoints/`, `member.py` | see `pserver_service/checkpoints/copies.py` and [docs](docs/none.md#part) |
 
 ## Words
 | `handoff/` | no row of the table above |

@@ -320,12 +320,10 @@ def test_the_front_door_loads_no_torch(statement):
 
 def test_help_loads_no_torch():
     probe = (
-        "import sys, trireme.cli.app\n"
-        "sys.argv = ['trireme', '--help']\n"
-        "try: trireme.cli.app.main()\n"
+        "import sys, trireme.cli.app\nsys.argv = ['trireme', '--help']\ntry: trireme.cli.app.main()\n"
         "except SystemExit: pass\n"
-        "print([name for name in ('torch', 'pydantic', 'aiohttp', 'httpx') if name in "
-        "sys.modules], file=sys.stderr)\n"
+        "print([name for name in ('torch', 'pydantic', 'aiohttp', 'httpx') if name in sys.modules], "
+        "file=sys.stderr)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30

@@ -1,4 +1,4 @@
-"""The shape of classes: what a reader has to hold in the head at once (ARCHITECTURE.md).
+"""The shape of classes and lines: what a reader has to hold in the head at once (ARCHITECTURE.md).
 
 Exceptions stand here by name; the lists may only shrink.
 """
@@ -6,6 +6,7 @@ Exceptions stand here by name; the lists may only shrink.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from tests.tidy.sources import nodes_of, tree_of
 
 MAX_DEPTH = 2
 MAX_ARGUMENTS = 8
+MAX_COLUMNS = 110
+
+# comments for tools at the end of a line: ruff and mypy want them there, so they are not counted
+PRAGMAS = re.compile(r"(\s+# (noqa(: [A-Z]+\d+(, [A-Z]+\d+)*)?|type: ignore(\[[\w, -]+\])?|fmt: skip))+$")
 
 DEEP = {  # "file: class"
     "trireme/containers/secrets.py: TokenVolumes",
@@ -75,6 +80,20 @@ def _is_value(name: str, bases: dict[str, tuple[str, list[str]]]) -> bool:
     return name in bases and any(_is_value(base, bases) for base in bases[name][1] if base != name)
 
 
+def long_lines() -> list[str]:
+    """Lines of more than MAX_COLUMNS characters: code, comments, docstrings and diagrams alike."""
+    return [
+        f"{where(path)}:{number} has {count} columns"
+        for path in sources.EVERYTHING
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+        if len(line) > MAX_COLUMNS and (count := len(PRAGMAS.sub("", line))) > MAX_COLUMNS
+    ]
+
+
+def test_lines_are_short():
+    assert not long_lines(), "\n".join(long_lines())
+
+
 def test_constructors_take_few_arguments():
     assert not many_arguments(), "\n".join(many_arguments())
 
@@ -105,10 +124,17 @@ def test_a_class_on_two_others_is_found(tmp_path, monkeypatch):
     assert deep_classes() == ["one.py: Three is 3 deep"]
 
 
+def test_a_line_of_111_columns_is_found(tmp_path, monkeypatch):
+    code, pragmas = "x = " + "1" * 106, "  # type: ignore[a, b]  # noqa: A001, B002  # fmt: skip"
+    _read(tmp_path, monkeypatch, f"{code}\n{code}1\n{code}{pragmas}\n{code}  # noqa: A001  why\n")
+    assert long_lines() == ["one.py:2 has 111 columns", "one.py:4 has 129 columns"]
+
+
 def _read(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     path = folder / "one.py"
     path.write_text(text)
     monkeypatch.setattr(sources, "ROOT", folder)
     monkeypatch.setattr(sources, "MODULES", {"one": path})
+    monkeypatch.setattr(sources, "EVERYTHING", [path])
     sources.nodes_of.cache_clear()
     sources.tree_of.cache_clear()

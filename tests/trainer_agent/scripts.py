@@ -30,7 +30,8 @@ PARTS = {
     "model": """
         def model():
             return nn.Sequential(
-                nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3)
+                nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 24),
+                nn.ReLU(), nn.Linear(24, 3)
             )
     """,
     "dataset": """

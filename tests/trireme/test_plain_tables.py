@@ -43,7 +43,7 @@ SCRIPT = """
     config = trireme.Config(epochs=2, global_batch_size=16, seed=5, records_per_task=48)
 
     class Net(nn.Module):
-        "Field by field: a number, and a vector whose products are summed (FM); all vectors into a small network."
+        "A field: a number, and a vector whose products are summed (FM); all vectors into a small network."
         def __init__(self, user, item, genre):
             super().__init__()
             self.user, self.item, self.genre = user, item, genre

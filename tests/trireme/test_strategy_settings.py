@@ -57,7 +57,8 @@ def test_jobs_have_parameter_servers_unless_they_say_otherwise():
     [
         (COLLECTIVE, {"mode": "async"}, ("strategy is collective, which only synchronous jobs can have, and "
                 "mode is async; use mode sync")),
-        (COLLECTIVE, {"pservers": 2}, "pservers is 2, but a job with strategy collective has no parameter servers; leave it out"),
+        (COLLECTIVE, {"pservers": 2}, ("pservers is 2, but a job with strategy collective has no parameter "
+                "servers; leave it out")),
         ({"pservers": 0}, {}, "pservers is 0: a job needs one at least"),
         (
             COLLECTIVE,
@@ -66,13 +67,16 @@ def test_jobs_have_parameter_servers_unless_they_say_otherwise():
                     "step; leave it out"),
         ),
         ({"min_members": 2}, {}, "min_members is 2, which only jobs with strategy collective can have"),
-        ({"exchange": "native"}, {}, "exchange is native, which only jobs with strategy collective can have; leave it out"),
-        (COLLECTIVE, {"reduction": "fast"}, "reduction is fast, which only native exchange has, and exchange is direct; leave it out"),
+        ({"exchange": "native"}, {}, ("exchange is native, which only jobs with strategy collective can "
+                "have; leave it out")),
+        (COLLECTIVE, {"reduction": "fast"}, ("reduction is fast, which only native exchange has, and "
+                "exchange is direct; leave it out")),
         (COLLECTIVE, {"bucket_bytes": 1 << 20}, "bucket_bytes is 1048576, which only native exchange has"),
         ({**COLLECTIVE, "backend": "gloo"}, {}, "backend is gloo, which only native exchange has"),
         ({**COLLECTIVE, "exchange": "native", "backend": "mpi"}, {}, "--backend = 'mpi'"),
         ({**COLLECTIVE, "exchange": "native", "bucket_bytes": 10}, {}, "--bucket-bytes = 10"),
-        ({"strategy": "gossip"}, {}, "--strategy = 'gossip': input should be 'parameter_server' or 'collective'"),
+        ({"strategy": "gossip"}, {}, ("--strategy = 'gossip': input should be 'parameter_server' or "
+                "'collective'")),
         ({"restart_policy": "sometimes"}, {}, "--restart-policy = 'sometimes'"),
         ({"restart_delay_s": -1}, {}, "--restart-delay-s = -1"),
     ],

@@ -260,8 +260,7 @@ class MeanGradients:
                 await in_each(group)
             await self._gather(group, version)
 
-    # ------------------------------------------------------------ versions, for a trainer without lanes (see
-    # Follow)
+    # ----------------------------------------------------- versions, for a trainer without lanes (see Follow)
 
     def listed(self) -> TrainerList | None:
         """The trainers of the present generation, if they are known."""

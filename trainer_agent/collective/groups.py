@@ -220,10 +220,10 @@ class LateMembers:
     """Tells the master who holds the next version up. Nothing fails at a trainer that is frozen: its
     connections stay, and it gives no answer.
 
-        waiting for longer than usual ─► the owners of lanes that the own share lacks; it lacks none: the
-            owners whose mean gradients have not come
-            ─► `suspect` ─► the master looks at their leases (master_service/control/evictions.py): a slow
-                trainer renews its own, and stays
+        waiting for longer than usual ─► the owners of lanes that the own share lacks
+                                         it lacks none: the owners whose mean gradients have not come
+            ─► `suspect` ─► the master looks at their leases (master_service/control/evictions.py)
+                            a slow trainer renews its own, and stays
 
     At most `TELLERS` trainers tell about one: those that follow it in the list. `suspect(name, cause)` tells
     the master."""

@@ -1,7 +1,8 @@
 """Mean gradients in one trainer of a collective job: all blocks of the last versions that it has, two at
 least, and those of the next one as they come.
 
-    own share     version s --pushes of step s, all lanes--> mean gradient of step s: version s + 1        (as a parameter server, without optimizer)
+    own share     version s --pushes of step s, all lanes--> mean gradient of step s: version s + 1
+                  (as a parameter server, without optimizer)
     other blocks  pulled from their owners (Arriving), and taken all at once by `complete`: from then on this
                   trainer has version s + 1
 
@@ -359,8 +360,8 @@ class OlderVersions:
     """How far back a trainer keeps mean gradients that only a spare can need which is far behind. `first`:
     the first version that is kept.
 
-    first ……… needed ……… has        needed: what others may lack, and what the trainer has not stepped yet;
-        kept whatever it takes
+    first ……… needed ……… has
+      │          `─ what others may lack, and what the trainer has not stepped yet; kept whatever it takes
       `─ older ones: KEPT_BYTES and MOST_KEPT at most
 
     A spare that was without a processor for some steps goes on from where it was. Without older versions it
@@ -421,9 +422,9 @@ class Arriving:
     """A PullSink: mean gradients on their way to one trainer, kept apart until all of them are there; then
     the trainer's store has the version.
 
-        pull ─staging─► own memory of each block ─all blocks, the generation is still the same─►
-            MeanStore.complete
-                            `─ another generation: given back, whatever came is thrown away
+        pull ─staging─► own memory of each block
+            ├─ all blocks, the generation is still the same ─► MeanStore.complete
+            └─ another generation: given back, whatever came is thrown away
 
     It takes what a pull of the version after `store.has` brings, asked in the server's present generation,
     which began at version `newest`. `release` it at the end."""

@@ -1,8 +1,8 @@
 """What one trainer of a collective job needs of its process: a server for its share of the gradients, and a
 thread for its optimizer's steps.
 
-    exchange port, UNIX socket ─► ShareServer, in the event loop       mean gradients
-        ─► Replica.step, in a thread of its own
+    exchange port, UNIX socket ─► ShareServer, in the event loop
+    mean gradients ─► Replica.step, in a thread of its own
 
 The event loop answers the other trainers while the user's script computes in another thread. Both need the
 interpreter's lock: torch gives it up in its kernels, other Python code after SWITCH_S at most.

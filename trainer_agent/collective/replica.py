@@ -2,8 +2,8 @@
 their blocks: the same bits.
 
     version s in use ─step: mean gradients of all blocks─► version s + 1 in the staging vectors ─swap─► in use
-    copy_share: some blocks of the version in use, for a checkpoint or a trainer that joins ─load, loaded─►
-        another replica
+    copy_share: some blocks of the version in use, for a checkpoint or a trainer that joins
+        ─load, loaded─► another replica
 
 Values lie in the compute's vectors, each optimizer's state here. One call at a time; `step` may run in a
 thread of its own, beside forward and backward of the version in use.

@@ -1,11 +1,12 @@
 """Embedding tables in one trainer of a collective job: mean gradients of rows beside those of blocks, and the
 rows of all slots that it steps with them.
 
-    own share     gradients of all lanes for the own slots --tree--> `shares[s + 1]`       (as a parameter server, without rows)
+    own share     gradients of all lanes for the own slots --tree--> `shares[s + 1]`
+                  (as a parameter server, without rows)
     all slots     shares of all owners, put together: `whole[s + 1]`, kept as long as the blocks' mean
-        gradients are
-    version s --step_rows: mean gradients of the rows of all slots--> version s + 1; rows of version s can be
-        read until the next step
+                  gradients are
+    version s     --step_rows: mean gradients of the rows of all slots--> version s + 1
+                  rows of version s can be read until the next step
 
 The rows are stepped as parameter servers step theirs, to the same bits: they take the mean as the gradient of
 the only lane. This module loads numba, so it is imported only where there are tables.

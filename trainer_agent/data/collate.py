@@ -2,7 +2,7 @@
 that was collated before its forward pass.
 
 prepare: generators kept ─► seeded ─► collate ─► ReadyBatch ─► generators as they were
-    backward: ReadyBatch.begin ─► loss(model, batch)
+backward: ReadyBatch.begin ─► loss(model, batch)
 """
 
 from __future__ import annotations

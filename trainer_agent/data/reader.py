@@ -2,7 +2,7 @@
 keep their dtypes.
 
     first records ─► column -> dtype, text, …
-        records of a task ──ColumnTypes.shard──► arrays of these dtypes, or errors with the value
+    records of a task ──ColumnTypes.shard──► arrays of these dtypes, or errors with the value
 
 A reader knows nothing of tasks, lanes or epochs. The dtype of a column is found in the first records of the
 dataset and kept for the whole job. Without this it would be that of the values that happen to be in a task.

@@ -3,8 +3,8 @@ collective job.
 
     who is where    layout and slot map --route--> Routes: the owner of each block
     ask             one process, until it answers            ask_all    all that own blocks, by one slot map
-    silence         answers --calls fail for skip_after_seconds--> left out at once, asked now and then -->
-        answers
+    silence         answers --calls fail for skip_after_seconds--> left out at once, asked now and then
+        --> answers
 
 A question that concerns all blocks is asked by one slot map, and asked again if slots move meanwhile.
 """

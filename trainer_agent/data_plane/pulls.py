@@ -2,8 +2,8 @@
 
 one version's blocks, as their owners have them ──► PullSink; the version's StepRecord, or Gone
     PullSink: the staging vectors of a compute (parameters) │ Arriving (mean gradients of a collective job)
-a job that clips: the owners say the sums of squares of their blocks ──StepNormFinder──► the norm, told to all
-    that wait
+a job that clips: the owners say the sums of squares of their blocks
+    ──StepNormFinder──► the norm, told to all that wait
 """
 
 from __future__ import annotations
@@ -435,8 +435,8 @@ class StepNormFinder:
     makes.
 
         a parameter server: HELD, its blocks' sums of squares ─► add ─┐
-        another one: OK, a record with the norm ─► learn_of_version ─┴─► known
-            ─► every pull that goes on says it
+        another one: OK, a record with the norm ─► learn_of_version ─┴─► known ─► every pull that goes on
+                                                                                  says it
 
     Each trainer may find the norm and tell it: all find the same bits, so whoever dies, the step is made.
     `step`: the one that makes the version. `fails`: a norm that is not finite is an error. `norm` is for

@@ -1,16 +1,16 @@
 """The trainer's end of streams (shared/trireme_shared/serving/transport/stream.py): one connection to each
 server of blocks, pushes and pulls at the same time.
 
-    none --first call--> connected --calls, by id--> ... --an error, a timeout, a cancelled call--> none,
-        calls in flight fail
+    none --first call--> connected --calls, by id--> ...
+        --an error, a timeout, a cancelled call--> none, calls in flight fail
 
 A call that does not come to its end takes the connection with it: no byte of it can arrive anywhere
 afterwards. The next call connects again.
 
 TrainerStream is such a connection with its calls in flight, by id, and the memory that both ends share:
 
-    call ─► frames ─► answered       given up before its answer, or what came with an answer is lost
-        ─► the connection is over
+    call ─► frames ─► answered
+    given up before its answer, or what came with an answer is lost ─► the connection is over
 """
 
 from __future__ import annotations

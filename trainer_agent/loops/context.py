@@ -1,8 +1,8 @@
 """What the loops of one trainer work with, and work that belongs to one timeline of the job: a rollback
 cancels it, wherever it waits.
 
-on_timeline(directory, 7, work) ─► its result      state.timeline is not 7 any more
-    ─► work cancelled, RolledBack
+on_timeline(directory, 7, work) ─► its result
+state.timeline is not 7 any more ─► work cancelled, RolledBack
 """
 
 from __future__ import annotations

@@ -255,10 +255,11 @@ class RowsAhead:
 
         lane k: rows at hand ─► lane k + 1: collate, ids ─► asked for, all tables at once
             ─► lane k is computed
-        the last lane is computed ─► the first one of the next step: asked for; parameter servers answer when
-            they have the version
-        asynchronous: the minibatches of a push as lanes; the first one of the next push when this one is
-        acknowledged, so it sees this one's rows
+        the last lane is computed ─► the first one of the next step: asked for
+                                     parameter servers answer when they have the version
+
+        chronous: the minibatches of a push are the lanes. The first one of the next push is asked for when
+         push is acknowledged, so it sees this one's rows.
 
     What was asked for in vain (the job went back, a parameter server is gone) is asked for again when it is
     needed, and then fails as it would have without. A trainer has one RowsAhead. `lookup`: version, and ids

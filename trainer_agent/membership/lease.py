@@ -12,7 +12,7 @@ Code of the user that keeps Python's interpreter holds up the event loop, which 
     the loop runs ─► sign of life (trireme_shared.platform.membership.life_sign)
     held up for longer than the lease, which is gone ─► the master is told
         of which records: counted as a death there (they are discarded, after some)
-            of nothing on record: a failure of the user's code
+        of nothing on record: a failure of the user's code
 
 One trainer at a time gives the parameter servers their first values; if it dies before the end, another one
 does.

@@ -1,7 +1,7 @@
 """The state of an optimizer by blocks, as parameter servers have it, and by parameters, as torch has it.
 
-optimizer.state ─fill─► blocks, sent with their first values          checkpoint
-    ─► blocks ─give_back─► optimizer.state ─► training.pt
+optimizer.state ─fill─► blocks, sent with their first values
+checkpoint ─► blocks ─give_back─► optimizer.state ─► training.pt
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Parameters and buffers laid end to end: the place of each in the flat vector of its segment, and the
 vectors.
 
-    segment (dtype x optimizer group)   | weight ....... | pad | bias .. | pad | weight ...   each start on 64 bytes
+    segment (dtype x optimizer group)   | weight ....... | pad | bias .. | pad | weight ...
     blocks                              |------ 0 ------|------ 1 ------|---- 2 ----|
 
-A parameter may span blocks, a block may hold many parameters.
+Each parameter starts on 64 bytes. A parameter may span blocks, a block may hold many parameters.
 """
 
 from __future__ import annotations
@@ -353,8 +353,8 @@ class LiveBuffers:
     same values, and its changed values are pushed. Asynchronous jobs push what was added to integer buffers.
     Other buffers (bool, int32, …) are constants of the model.
 
-    current vector ──load──► the module's buffers ──forward changes them──► store ──► buffer segments of the
-        gradient slot
+    current vector ──load──► the module's buffers ──forward changes them──► store
+        ──► buffer segments of the gradient slot
 
     A module may replace a buffer by a new tensor at any time. `counts`: integer
     ones are stored as what was added to them."""

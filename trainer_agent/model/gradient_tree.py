@@ -413,7 +413,7 @@ class SendBuffers:
     or cast.
 
         cast: block + residual ─► narrower dtype ─► sent
-            the new residual = block + residual - what is sent
+        the new residual = block + residual - what is sent
         GPU: the whole vector, cast there ─► one copy to page-locked host memory ─► all blocks sent
 
     There is a host vector per gradient slot, in the dtypes that are sent; allocated once. A copy for each

@@ -1,7 +1,7 @@
 """One minibatch: the user's loss forward and backward, or the user's evaluation.
 
-records ──collate──► batch ──loss(model, batch)──► loss ──backward──► gradients in a flat vector, block by
-    block
+records ──collate──► batch ──loss(model, batch)──► loss
+    ──backward──► gradients in a flat vector, block by block
 
 While backward runs, a hook at each parameter tells which blocks of the flat vector have all their gradients.
 In a script's own loop the gradients stay the script's until it calls optimizer.step(): what it does to them
@@ -106,9 +106,9 @@ class MinibatchRunner:
         # hooks that the script may add later are in the same dicts
         self._hooks_of_gradients = [parameter._post_accumulate_grad_hooks for parameter in parameters]  # noqa: SLF001
         self._hooks_of_modules = [
-            module_hooks._global_backward_hooks,
-            module_hooks._global_backward_pre_hooks,
-        ]  # noqa: SLF001
+            module_hooks._global_backward_hooks,  # noqa: SLF001
+            module_hooks._global_backward_pre_hooks,  # noqa: SLF001
+        ]
         for module in model.modules():
             self._hooks_of_modules += (module._backward_hooks, module._backward_pre_hooks)  # noqa: SLF001
 

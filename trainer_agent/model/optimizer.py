@@ -2,7 +2,7 @@
 what the script does to it while it trains.
 
     torch.optim.Adam(groups) ──spec_of──► OptimizerSpec
-        scheduler.state_dict() ──encode──► JSON ──decode──► same
+    scheduler.state_dict() ──encode──► JSON ──decode──► same
     optimizer(model) ─► each group's rate times JobSpec.lr_factor (lr_scale, lr_base_batch_size)
         ─► scheduler(optimizer) ─► steps
 

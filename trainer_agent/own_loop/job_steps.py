@@ -2,8 +2,10 @@
 before it trains.
 
 trainer           the plan of the job in etcd ─┐
-python script.py  the dataset is counted      ─┼─► telling(find) ─► the script asks in model(), optimizer(), scheduler(), loss()
+python script.py  the dataset is counted      ─┼─► telling(find) ─► the script asks
 inspection        nobody has counted          ─┘    find() may wait
+
+It asks in model(), optimizer(), scheduler(), loss().
 
 Imported by scripts, so it imports neither torch nor pydantic.
 """

@@ -234,7 +234,8 @@ class OwnLoop:
         if self._prepared is None:
             raise InvalidArgument(
                 "the script ended without calling trireme.prepare",
-                hint='call it at the top level, or in a function that runs under `if __name__ == "__main__":`',
+                hint="call it at the top level, or in a function that runs under "
+                '`if __name__ == "__main__":`',
             )
 
     def next_pass(self) -> None:

@@ -1,8 +1,8 @@
 """The user's script as a plain module: loaded by path, its functions (hooks) checked, its errors turned into
 UserCodeError.
 
-    script.py ──load──► UserModule ──call("loss", model, batch)──► value | UserCodeError (traceback of the
-        user's frames)
+    script.py ──load──► UserModule ──call("loss", model, batch)──► value
+                                                               ──► UserCodeError (the user's frames)
 
 A script that calls trireme.prepare has a loop of its own instead of functions: a LoopModule, which runs it in
 a thread. Tracebacks are as users read them: the frames of their script, else those of libraries, never ours.

@@ -8,9 +8,8 @@ as files for online serving.
                                                          and `removed`: ids without a row now
 
 A file's metadata has the table's settings, so that ids without a row have their initial one after loading,
-    too. `done.json` is written
-last: a folder without it is not complete. table --apply(delta)--> the table of the delta's checkpoint, bit
-    for bit.
+too. `done.json` is written last: a folder without it is not complete. table --apply(delta)--> the table of
+the delta's checkpoint, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Where a layer's rows come from for the time of a minibatch, which rows it looked up, and after backward
 their gradients.
 
-forward: each call's leaf --note--> Recording      backward: leaf.grad (sparse)      --lane_rows--> per table: ids and sums
+forward:  each call's leaf --note--> Recording
+backward: leaf.grad (sparse) --lane_rows--> per table: ids and sums
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ class RemoteRows:
     script has named their ids; else the thread waits while the event loop looks them up.
 
         forward, in its thread ─ lookup ─► at hand ─► rows
-                                      └──► event loop ─► parameter servers ─► rows      given up, or failed
-                                          ─► raised in forward, and kept in `failure`
+                                      └──► event loop ─► parameter servers ─► rows
+                                           given up, or failed ─► raised in forward, and kept in `failure`
 
     `tables`: names of the model's. `at_hand`: what needs no lookup."""
 

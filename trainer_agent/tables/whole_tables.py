@@ -1,8 +1,9 @@
 """Whole tables of a job, one at a time: from whoever has the rows beside its exported model, and from a
 committed checkpoint.
 
-    export_tables         parameter servers, or the own rows ─► files
-    read_tables           a checkpoint ─► memory, for evaluations while the job trains          write_checkpoint_tables    ─► files
+    export_tables             parameter servers, or the own rows ─► files
+    read_tables               a checkpoint ─► memory, for evaluations while the job trains
+    write_checkpoint_tables   a checkpoint ─► files
 
 What reads a checkpoint blocks.
 """

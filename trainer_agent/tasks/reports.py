@@ -1,7 +1,9 @@
 """What a trainer tells the master while it trains. Training never waits for it; all of it is retried and
 bounded.
 
-complete(task) ─► in order, until accepted or stale      share(step) ─► batches of metrics      suspect(member) ─► at most once a second
+complete(task) ─► in order, until accepted or stale
+share(step) ─► batches of metrics
+suspect(member) ─► at most once a second
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Steps as the reports to the master tell them: where the time of a trainer's steps goes, and the whole steps
 of the owner of lane 0.
 
-Times        a step: computing ─► pushed ─► pulled          reports: add (each step) ─► take (one record for many steps)
+Times        a step: computing ─► pushed ─► pulled
+             reports: add (each step) ─► take (one record for many steps)
 WholeSteps   pulled with a version ─► add ─► portion: from the first one that the master does not know
-    ─► heard: what it knows, what is stored
+                 ─► heard: what it knows, what is stored
              a new owner, or a new master, lacks some ─► missing_from ─► parameter servers are asked ─► filled
 """
 

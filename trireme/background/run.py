@@ -6,7 +6,7 @@ notebooks.
     print(result.metrics, run.metrics("loss")["loss"][-1])
 
 run() ─► checked ─► STARTING ─► RUNNING ... ─► COMPLETED | FAILED
-    stop(), nobody keeps the Run, this process ends ─► STOPPED
+stop(), nobody keeps the Run, this process ends ─► STOPPED
 
 A Run that nobody keeps, and one that this process leaves behind at its end, is stopped as by stop(). If this
 process is killed, all processes of the run are killed with it.

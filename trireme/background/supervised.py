@@ -1,7 +1,7 @@
 """The process of a background run, as its parent sees it.
 
 a thread: start the process ─► read its messages (process.py) ─► End
-    other threads: wait for the beginning or the end, interrupt, kill
+other threads: wait for the beginning or the end, interrupt, kill
 
 The thread lives as long as the process: on Linux the kernel kills a child when the thread that started it
 ends, so the process also dies with a parent that is killed.

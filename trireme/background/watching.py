@@ -1,7 +1,9 @@
 """How the user sees a run: lines on stderr; in a notebook a picture of it, with a chart of the loss, that is
 replaced where it stands.
 
-a notebook's kernel ─► InPlace        a script ─► Lines        a prompt ─► Lines, while the user waits for the run
+a notebook's kernel ─► InPlace
+a script ─► Lines
+a prompt ─► Lines, while the user waits for the run
 """
 
 from __future__ import annotations

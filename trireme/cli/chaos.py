@@ -1,8 +1,8 @@
 """`trireme chaos kill`: SIGKILL one process of a running local job and show what it cost.
 
 run.json, children.jsonl --> who runs --> observe --> kill --> measure --> Receipt, from
-                                          the launcher's log and the master's events: how it was noticed the
-                                          parameter servers (collective: the trainers): the next committed
+                                          the launcher's log and the master's events: how it was noticed
+                                          the parameter servers (collective: the trainers): the next committed
                                           step
 """
 

@@ -83,9 +83,9 @@ def _installed(package: str) -> str:
 
 def _etcd() -> str:
     binary = find_binary()
-    output = subprocess.run(
+    output = subprocess.run(  # noqa: S603
         [str(binary), "--version"], capture_output=True, text=True, timeout=20, check=True
-    )  # noqa: S603
+    )
     return f"{output.stdout.splitlines()[0].removeprefix('etcd Version: ')} at {binary}"
 
 

@@ -40,7 +40,9 @@ _OF_ELASTICDL = {
     "--training_data": "dataset() in the script says where the records are",
     "--validation_data": "evaluation_dataset() in the script says where the records are",
     "--prediction_data": "there is no prediction job: export the model and use it in plain PyTorch",
-    "--prediction_outputs_processor": "there is no prediction job: export the model and use it in plain PyTorch",
+    "--prediction_outputs_processor": (
+        "there is no prediction job: export the model and use it in plain PyTorch"
+    ),
     "--grads_to_wait": "in a synchronous job every step waits for all lanes (--lanes); in an asynchronous "
     "one each trainer pushes the mean of --push-every minibatches",
     "--sync_version_tolerance": "all gradients of a synchronous step are of one version: leave it out",
@@ -60,7 +62,9 @@ _OF_ELASTICDL = {
     "--custom_data_reader": "dataset() in the script returns a reader",
     "--data_reader_params": "dataset() in the script has them as arguments",
     "--relaunch_on_worker_failure": _RESTARTS,
-    "--relaunch_timeout_worker": "stragglers are helped, and a silent trainer is replaced after --set lease_ttl_s",
+    "--relaunch_timeout_worker": (
+        "stragglers are helped, and a silent trainer is replaced after --set lease_ttl_s"
+    ),
     "--task_fault_tolerance": "tasks always are fault tolerant: leave it out",
     "--log_level": _LOGS,
     "--log_file_path": _LOGS,

@@ -214,9 +214,9 @@ def list_runs(data_dir: Path | None, *, as_json: bool) -> int:
     elif runs:
         print_table(stdout_console(), ("job", "state", "started", "ended", "result", "folder"), runs)
     else:
-        print(
+        print(  # noqa: T201
             f"{place} holds no run; start one with `trireme run SCRIPT`, or give --data-dir", file=sys.stderr
-        )  # noqa: T201
+        )
     return exit_codes.OK
 
 

@@ -132,9 +132,9 @@ def _make(folder: Path, name: str, hosts: list[str], days: int, *, renew: bool, 
     tls.check()
     variables = tls.environment()
     if as_json:
-        print(
+        print(  # noqa: T201
             json.dumps({**variables, "hosts": named, "expire_time": end.isoformat().replace("+00:00", "Z")})
-        )  # noqa: T201
+        )
         return
     made = (
         f"{folder / CA} is a new certificate authority; keep {folder / 'ca-key.pem'} secret\n"

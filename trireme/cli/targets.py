@@ -108,6 +108,7 @@ def _run_target(job: str | None, data_dir: Path | None) -> Target:
         msg = f"job {facts['job']} does not run now, and it is unfinished"
         raise PeerError(
             msg,
-            hint="the command that started it resumes it; `trireme checkpoint list` and `trireme export` work",
+            hint="the command that started it resumes it; `trireme checkpoint list` and `trireme export` "
+            "work",
         )
     return Target(str(facts["url"]), token_of_run(folder))

@@ -17,11 +17,11 @@ def show_version(*, as_json: bool) -> None:
         "python": platform.python_version(),
         **{name: version_of(name) for name in PACKAGES},
     }
-    print(
+    print(  # noqa: T201
         json.dumps(versions)
         if as_json
         else "\n".join(f"{name:<12} {text}" for name, text in versions.items())
-    )  # noqa: T201
+    )
 
 
 def version_of(package: str) -> str:

@@ -94,12 +94,13 @@ class Client:
     DeadlineExceeded if nobody answers. `with` closes the client. `job` in a call is a job's name, or ONLY_JOB
     at a master that has only one.
 
-    `urls`: the address of a master or a cluster's leader, or several addresses separated by commas. `token`:
-    None takes TRIREME_TOKEN, or the content of TRIREME_TOKEN_FILE. `timeout_s`: how many seconds a call may
-    take, with its repetitions. `tls`: the authority that is trusted, and the own certificate; None takes the
-    TRIREME_TLS_* variables. `wait_for_leader`: a call is sent again, with the same Idempotency-Key, while no
-    master leads or none can be reached. False: that error is raised at once, and a call is sent again only
-    while the master that was asked takes over.
+    `urls`: the address of a master or a cluster's leader, or several addresses separated by commas.
+    `token`: None takes TRIREME_TOKEN, or the content of TRIREME_TOKEN_FILE.
+    `timeout_s`: how many seconds a call may take, with its repetitions.
+    `tls`: the authority that is trusted, and the own certificate; None takes the TRIREME_TLS_* variables.
+    `wait_for_leader`: a call is sent again, with the same Idempotency-Key, while no master leads or none can
+    be reached. False: that error is raised at once, and a call is sent again only while the master that was
+    asked takes over.
     """
 
     def __init__(

@@ -1,19 +1,20 @@
 """A whole job on this machine: etcd, master(s), parameter servers and trainers as supervised child processes.
 
     async with LocalCluster(spec, folder) as cluster:        starts everything
-        state = await cluster.wait()
-            COMPLETED or FAILED; dead children are started again meanwhile
+        state = await cluster.wait()                         COMPLETED or FAILED; dead children are started
+                                                             again meanwhile
                                                              leaving stops everything: trainers first, etcd
-                                                                 last
+                                                             last
 
 No child outlives the cluster, however it ends. How many members and threads it has changes no bit of the
 result:
 
 min(cores / 2, bytes of the parameters / 32 MiB) --> parameter servers
-    cores / members on this host --> threads of each
+cores / members on this host --> threads of each
 
 Both are at least 1. A resize changes the numbers:
-ps_desired, trainers of job/spec --more--> children started
+ps_desired, trainers of job/spec
+    --more--> children started
     --fewer--> trainers get SIGTERM; parameter servers without a place end
 """
 

@@ -2,8 +2,10 @@
 them.
 
     launcher ── fork server ── middle ── child
-        the middle ends at once, so the child becomes the launcher's: the
-       `─────────────────────────────────'           launcher waits for it, and it dies with the launcher
+       `─────────────────────────────────'
+
+    middle ends at once, so the child becomes the launcher's: the launcher waits for it, and it dies with the
+    cher.
 
 The control socket is standard input: one byte with three descriptors (connection, stdout, stderr) for each
 start; on the connection the launcher writes a Request, the child its pid, and the launcher GO. A side that
@@ -133,8 +135,8 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
     """In the child: run the requested module and end."""
     code = FAILED
     try:
-        # no session of its own: the kernel would let its loop wait for its compute thread
-        # (trireme_shared.platform.runtime.service)
+        # no session of its own: the kernel would let its loop wait for its compute thread, see
+        # trireme_shared.platform.runtime.service
         os.setpgid(0, 0)
         deadline = clock.monotonic() + ADOPTION_S
         while os.getppid() != request.parent and clock.monotonic() < deadline:
@@ -172,8 +174,8 @@ def run(request: Request) -> int:
         code = _exit_code(end.code)
     except BaseException:  # noqa: BLE001  as an interpreter does
         traceback.print_exc()
-    # noqa: SLF001  as multiprocessing does: joins threads that are no daemons
-    threading._shutdown()  # type: ignore[attr-defined]
+    # as multiprocessing does: joins threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
     atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

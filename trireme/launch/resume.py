@@ -4,7 +4,8 @@ no earlier run      start
 unfinished          resume from the last checkpoint, if no setting has changed that must not
                     (trireme_shared.protocol.records.setting_effects)
 FAILED              its script was the cause, or nothing is saved: start from the beginning; the user has
-                    probably corrected it. else (members or storage were away): as unfinished
+                    probably corrected it.
+                    else (members or storage were away): as unfinished
 COMPLETED           say so, train nothing; with more epochs: go on from the last version
 --fresh             start from the beginning
 A start from the beginning moves all files of the earlier run to `previous/`, which keeps one run. Trained

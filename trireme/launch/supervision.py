@@ -3,8 +3,8 @@ stopped in order.
 
     async with SomeProcesses(...) as processes:        starts everything
         await processes.final                          what it ends with, or the error because of which it
-                                                       never can leaving stops everything: role by role, etcd
-                                                       last
+                                                       never can
+                                                       leaving stops everything: role by role, etcd last
 
 No child outlives this, however it ends.
 """

@@ -5,7 +5,7 @@ start ─► inspect one of the service ─► create a copy, labelled ─► ne
          its process ends ─► the Engine starts it again, also while this launcher is away
 stop  ─► SIGTERM, the service's grace, SIGKILL ─► remove
 look  ─► what the Engine does not run any more (killed or stopped by hand) is removed; whoever sizes the pool
-    starts another
+         starts another
 
 Which containers are its own is written at them alone, as labels: a launcher that starts again finds those of
 the one before. To compose they are one-off containers: `up` and `--scale` leave them, `down` takes them away.

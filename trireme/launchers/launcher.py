@@ -1,8 +1,10 @@
 """A launcher adds processes to a cluster and takes them away: masters, and host agents with places for
 members.
 
-    none (members are started by hand) | processes on this machine (LocalLauncher) | actors of a Ray cluster
-    (ray_launcher.py) containers beside those of a compose project (docker_launcher.py)
+    none                                 members are started by hand
+    LocalLauncher                        processes on this machine
+    ray_launcher.py                      actors of a Ray cluster
+    docker_launcher.py                   containers beside those of a compose project
 
 What it has started it keeps running: a process that dies is started again, on another machine if its own is
 lost.

@@ -1,11 +1,11 @@
 """Masters and host agents on the nodes of a Ray cluster, each an actor that runs one process.
 
     start ─► placement group: parameter servers and masters spread over nodes, trainers packed
-        ─► one actor for each bundle
+             ─► one actor for each bundle
              node lost ─► Ray places its bundles on other nodes, starts the actors there, and they run their
-                 processes again
+                          processes again
     stop  ─► SIGTERM, wait, end the actor; its bundle is used by the next `start`, and given back when all of
-        its group are free
+             its group are free
 
 The actors live as long as the process that started them: Ray ends them with it, and their processes die with
 them.

@@ -1,7 +1,8 @@
 """How many places a launcher should have: as many as the jobs need, between what the user wants at least and
 allows at most.
 
-needed more  ─► start at once        needed less for IDLE_S ─► stop host agents of which every place is idle, newest first
+needed more  ─► start at once
+needed less for IDLE_S ─► stop host agents of which every place is idle, newest first
 """
 
 from __future__ import annotations

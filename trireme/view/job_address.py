@@ -3,7 +3,9 @@ or `etcd+http://HOST:PORT/JOB` or `etcd+unix:///SOCKET/JOB` for a job without a 
 it whichever master leads, and wait for operations (a checkpoint, a restore), also while one master takes over
 from another.
 
-RUNNING --long polls--> DONE: the operation     FAILED: its error     still RUNNING at the end: DeadlineExceeded
+RUNNING --long polls--> DONE: the operation
+FAILED: its error
+still RUNNING at the end: DeadlineExceeded
 """
 
 from __future__ import annotations

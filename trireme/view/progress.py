@@ -77,7 +77,8 @@ class Progress:
 
     def members(self) -> str:
         """`trainers 2/2  pservers 2/2  restarts 0`; a collective job has no pservers."""
-        return f"{members_text(self.trainers, self.trainers_desired, self.pservers, self.pservers_desired)}  restarts {self.restarts}"
+        members = members_text(self.trainers, self.trainers_desired, self.pservers, self.pservers_desired)
+        return f"{members}  restarts {self.restarts}"
 
 
 def members_text(trainers: int, trainers_desired: int, pservers: int, pservers_desired: int) -> str:

@@ -1,10 +1,9 @@
 """What the others lose by one of four trainers that is killed or frozen at a random instant, again and again,
 and whether all have the bits of a job that was left alone.
 
-    all four have lanes ─ a random time ─► SIGKILL of one ─► a generation without it
-        ─► four have lanes again ─ ...
-                                       └─► SIGSTOP of one ─► a generation without it ─► the others go on
-                                           ─► SIGCONT ─► four have lanes again
+    all four have lanes ─ a random time ─► a signal to one ─► a generation without it
+    SIGKILL     ─► four have lanes again ─ ...
+    SIGSTOP     ─► the others go on ─► SIGCONT ─► four have lanes again ─ ...
 
 A thawed trainer is a member again after 0.1 s, which is a generation of its own: it must not come while the
 others recover from the freeze. With `spares` beside the four, one of them takes over at once, so that the

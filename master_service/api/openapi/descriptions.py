@@ -74,7 +74,8 @@ PROPERTIES = {
     "checkpoint_kind": "Asynchronous jobs: all parameter servers save at one moment, or each by itself.",
     "clip_grad_norm": "The gradient of a whole step (asynchronous jobs: of each push) is scaled down to this "
             "norm; null: never.",
-    "grad_norm_every": "Synchronous jobs: the norm of the gradient is measured in every so many steps; 0: never.",
+    "grad_norm_every": "Synchronous jobs: the norm of the gradient is measured in every so many steps; 0: "
+            "never.",
     "clip_lane_norm": "The gradient of each lane's minibatch is scaled down to this norm; null: never.",
     "column_types": "Types of columns by name, where the beginning of the first file misleads.",
     "columns": "Names of the columns; null: all of them, or the files' stems.",
@@ -178,7 +179,8 @@ PROPERTIES = {
     "JobSpec.script": "Path or URL of the script, or `source:<digest>/<file name>`.",
     "seed": "Seed of the order of records and of all random numbers.",
     "shuffle": "Records are read in another order in each epoch.",
-    "skip_after_seconds": "Asynchronous: a parameter server that is away so long is skipped; null: it is waited for.",
+    "skip_after_seconds": "Asynchronous: a parameter server that is away so long is skipped; null: it is "
+            "waited for.",
     "skipped": "Number of records left out, because their loss or gradient was not finite.",
     "slot_count": "Number of shares that blocks are dealt into; a resize moves shares.",
     "slots": "Number of slots that move.",
@@ -219,7 +221,8 @@ PARAMETERS = {
     "after": ("Events with a larger event_id.", 0),
     "before": ("Lines that end at this place of the log: `next_before` of the answer before.", None),
     "checkpoint_id": ("Id of a checkpoint, as in listCheckpoints.", "0c0ffee0c0ffee0c0ffee0c0ffee0c0f"),
-    "Idempotency-Key": ("The same key is the same request: it takes effect once, however often it is sent.", "retrain-2026-11-23"),
+    "Idempotency-Key": ("The same key is the same request: it takes effect once, however often it is sent.",
+            "retrain-2026-11-23"),
     "If-Match": (('Only if it still has one of these versions, else PRECONDITION_FAILED (412): ETag of a '
             'GET, or `"<version>"`; `*`: any.'), '"52b3a1c9d0e4f687"'),
     "job": ("Name of the job.", "digits"),
@@ -440,8 +443,8 @@ def _about_a_job() -> Iterator[BaseModel]:
 
 def _of_trainers() -> Iterator[BaseModel]:
     task = Task(
-        task_id="17", kind=TaskKind.TRAIN, attempt=1, epoch=1, stream=2, index=4, stream_length=24, file="train-0.parquet",
-        first=8704, count=512,
+        task_id="17", kind=TaskKind.TRAIN, attempt=1, epoch=1, stream=2, index=4, stream_length=24,
+        file="train-0.parquet", first=8704, count=512,
     )  # fmt: skip
     failure = UserFailure(
         error_type="ValueError", message="labels must be below 10", task="task 17", trainer="trainer-0"

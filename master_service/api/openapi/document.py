@@ -73,7 +73,9 @@ PROBLEMS: dict[int, dict[str, str]] = {
         "CURSOR_EXPIRED": "The next event after the cursor is forgotten; `details` has the ids that are kept."
     },
     412: {
-        "PRECONDITION_FAILED": "It has another version than If-Match says: it has changed. `details` has both."
+        "PRECONDITION_FAILED": (
+            "It has another version than If-Match says: it has changed. `details` has both."
+        )
     },
     413: {"TOO_LARGE": "The body is too large."},
     415: {"UNSUPPORTED_MEDIA_TYPE": "The body is not JSON."},
@@ -85,7 +87,9 @@ PROBLEMS: dict[int, dict[str, str]] = {
         "CHECKPOINT_UNUSABLE": "The checkpoint is damaged, incomplete, or of another job.",
     },
     429: {
-        "TOO_MANY_REQUESTS": "As many streams, or reads of logs or of stored metrics, as the service allows are open."
+        "TOO_MANY_REQUESTS": (
+            "As many streams, or reads of logs or of stored metrics, as the service allows are open."
+        )
     },
     500: {
         "INTERNAL": "The master failed at this request; its log has the reason.",
@@ -316,8 +320,7 @@ def _problem(status: int, code: str, text: str) -> Problem:
     )
 
 
-# ------------------------------------------------------------------ links: which operation can follow from an
-#     answer, and which of its values it takes
+# ------------------------- links: which operation can follow from an answer, and which of its values it takes
 #     createJob ─► every operation about the job ─► createCheckpoint ─► getOperation
 #     a list ─► its next page, and what can be asked about its first item
 # They tell users and tools how operations belong together; schemathesis follows them.

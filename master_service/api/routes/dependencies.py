@@ -159,10 +159,11 @@ ReadingIf = Annotated[Reading, Depends(_reading)]
 ExpectedVersion = Annotated[Expected, Depends(_expected)]
 
 
-# ------------------------------------------------------------ requests with an Idempotency-Key The key and
-# what they ask for are kept as digests, with their answer, which the next master gives as well. The same key
-# with the same route, names in the path and body (as JSON, however it is written) is the same request. What
-# only says how long to wait is in the query, and does not count. A job and a cluster have keys of their own.
+# ------------------------------------------------------------ requests with an Idempotency-Key
+# The key and what they ask for are kept as digests, with their answer, which the next master gives as well.
+# The same key with the same route, names in the path and body (as JSON, however it is written) is the same
+# request. What only says how long to wait is in the query, and does not count. A job and a cluster have keys
+# of their own.
 
 A = TypeVar("A")
 A_contra = TypeVar("A_contra", contravariant=True)

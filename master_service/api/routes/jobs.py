@@ -279,8 +279,7 @@ async def delete_schedule(cluster: ClusterOf, expected: ExpectedVersion, schedul
 AWAY = "it is not registered"
 
 
-# ------------------------------------------------------------------ views: jobs of a cluster and its pool as
-# answers, read only
+# ------------------------------------------------ views: jobs of a cluster and its pool as answers, read only
 
 
 def job_view(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:

@@ -2,7 +2,7 @@
 sees none twice.
 
 request ─► a thread: listing, lines from the end or after a cursor, JSON ─► answer
-    no file is read by the event loop
+no file is read by the event loop
 """
 
 from __future__ import annotations

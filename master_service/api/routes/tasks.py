@@ -4,10 +4,10 @@ progress, complete, fail.
 The requests of trainers for every task are served in front of FastAPI: same URLs and answers, 0.4 ms faster
 each.
 
-    POST /v1/jobs/{job}/task-leases..., JSON, a valid body ──► DirectTaskLeases: the Master's method ──► its
-        record as JSON, or its problem
-    anything else ──► FastAPI, with the body as it came: it documents these routes and refuses every request
-        that is not valid
+    POST /v1/jobs/{job}/task-leases..., JSON, a valid body
+        ──► DirectTaskLeases: the Master's method ──► its record as JSON, or its problem
+    anything else
+        ──► FastAPI, with the body as it came: it documents these routes and refuses all that is not valid
 
 Nothing is accepted in front that FastAPI would refuse. What a request does is said once: in `acquired`, and
 in REPORTS.
@@ -235,8 +235,7 @@ class DirectTaskLeases:
             return None
         return partial(self._report, job, parts[0], *REPORTS[parts[1]])
 
-    # ------------------------------------------------------------ each raises before it awaits what FastAPI
-    # shall answer
+    # ------------------------------------------------- each raises before it awaits what FastAPI shall answer
 
     def _acquire(
         self, job: str | None, idempotency_key: bytes | None, body: bytes, receive: Receive

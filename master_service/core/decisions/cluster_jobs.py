@@ -5,10 +5,10 @@ members that users drain; schedules. Decisions only.
 QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its leader stops it with a
 checkpoint first and then writes where it is (`finish`). Asking again for what is so already changes nothing.
 
-createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too -> the schedule
-    gives places, or takes them
+createResize -> the job's spec has other numbers -> `follow_resize`: ClusterJob has them, too
+    -> the schedule gives places, or takes them
 drain ─► its assignment goes with the next schedule ─► its process leaves in order ─► drained
-    undrain ─► idle
+undrain ─► idle
 """
 
 from __future__ import annotations
@@ -426,11 +426,11 @@ def undrain(state: ClusterState, member: str) -> ClusterDecision[Place]:
     return Decision(place, (DropDrain(place),), (event,))
 
 
-# -------------------------------------------------------------------- schedules: jobs that begin at the times
-#     of a cron expression
+# -------------------------------------------------------------------- schedules
+# They are jobs that begin at the times of a cron expression.
 # time reached ─► the job before has ended ─► its job is created, and `next_time` moves on, in one transaction
 #              └► it has not ─► forbid: this time is left out
-#                  │ replace: that job is cancelled, this one is created
+#                            └► replace: that job is cancelled, this one is created
 # If times passed while no leader lived, the latest one runs, once.
 
 MAX_SCHEDULES = 1000

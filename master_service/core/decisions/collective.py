@@ -1,13 +1,16 @@
 """Members of a collective job: trainers have the parameters, and there are no parameter servers.
 
 WAITING       layout published, and min_members trainers have the parameters -> RUNNING, generation + 1
-RUNNING       a listed trainer is gone or has them no more, or another one has them, too -> generation + 1
-              (and new lanes) fewer than min_members have them -> WAITING, generation + 1, nobody is listed
-              nobody has them, or a step is torn -> ROLLING_BACK to a checkpoint; without one, WAITING from
-              the very start training is over, and all that have them were gone: they may lack the last steps,
-              which nobody makes again -> the same
-ROLLING_BACK  a trainer has loaded the checkpoint -> the queue goes back (control/recovery.py) -> RUNNING with
-              those that have it all that are there say that they cannot -> the checkpoint before
+RUNNING       a listed trainer is gone or has them no more, or another one has them, too
+                  -> generation + 1 (and new lanes)
+              fewer than min_members have them -> WAITING, generation + 1, nobody is listed
+              nobody has them, or a step is torn
+                  -> ROLLING_BACK to a checkpoint; without one, WAITING from the very start
+              training is over, and all that have them were gone: they may lack the last steps, which nobody
+              makes again -> the same
+ROLLING_BACK  a trainer has loaded the checkpoint -> the queue goes back (control/recovery.py)
+                  -> RUNNING with those that have it
+              all that are there say that they cannot -> the checkpoint before
 
 A trainer says in its own key what it has (`holds`): the parameters of this timeline, which began with this
 checkpoint. Who does not say so is no member: it still fetches them from the others. Who was gone for a while,

@@ -1,10 +1,11 @@
 """Tasks that are discarded, or given again, for another reason than their own failures. Decisions only.
 
-users' requests    DISCARDED --retry--> REQUEUED        PENDING, REQUEUED --skip--> DISCARDED (a lane's task: once its present attempt fails)
+users' requests    DISCARDED --retry--> REQUEUED
+                   PENDING, REQUEUED --skip--> DISCARDED (a lane's task: once its present attempt fails)
 deadly records     a process dies ─► its successor reports the minibatch that it had begun
-    ─► counted by task, in a row at one minibatch
-                   a trainer completes the task ─► forgotten      LEAST_DEATHS in a row at one minibatch
-                       ─► discarded when it is to be given again
+                       ─► counted by task, in a row at one minibatch
+                   a trainer completes the task ─► forgotten
+                   LEAST_DEATHS in a row at one minibatch ─► discarded when it is to be given again
 
 Requests are for the epoch that is under way, and change nothing if it is so already. Deadly records end the
 process which computes them (a crash in C, exit, out of memory, a hang): they are found by where processes

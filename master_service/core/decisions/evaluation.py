@@ -1,11 +1,12 @@
 """Evaluations while a job trains: when one begins, what it gave, what a rollback undoes.
 
-checkpoint of its version committed ─ begin ─► VALIDATE tasks ─► METRICS task ─ settle
-    ─► Evaluation; trainers may go on behind the
-next such version     checkpoint lost, or damaged ─ leave_out ─► the same, without a result     rollback ─ rewind ─► forgotten
+checkpoint of its version committed ─ begin ─► VALIDATE tasks ─► METRICS task ─ settle ─► Evaluation;
+    trainers may go on behind the next such version
+checkpoint lost, or damaged ─ leave_out ─► the same, without a result
+rollback ─ rewind ─► forgotten
 
-Asynchronous: minibatches trained, and the evaluation before it is over ─ due
-    ─► each cut until one is committed is marked with its number.
+Asynchronous: minibatches trained, and the evaluation before it is over ─ due ─► each cut until one is
+committed is marked with its number.
 Training waits for none. It ends early once all tasks that were given are done. What has not begun when
 training is over is left out: the evaluation after training follows at once.
 """

@@ -1,8 +1,11 @@
 """Members and generations: what follows when the members change.
 
 WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
-RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (recovery.py)
-           collective: collective.py;  asynchronous: a pserver died -> absent (recovery.py);  a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
+RUNNING    a trainer joined or died -> generation + 1 (and new lanes)
+           a pserver died -> ROLLING_BACK (recovery.py)
+           asynchronous: a pserver died -> absent (recovery.py)
+           asynchronous: a checkpoint is due -> CHECKPOINTING (pause_checkpoint.py)
+           collective: collective.py
 """
 
 from __future__ import annotations

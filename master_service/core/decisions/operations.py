@@ -1,9 +1,9 @@
 """Requests that take long: create a checkpoint, verify one, restore the job to one.
 
 CREATE    asked -> job/checkpoint written -> lane 0 carries it into a version -> that one is `latest` -> DONE
-          asynchronous: asked -> the next pause (pause_checkpoint.py) -> its checkpoint, or a later one, is
-          `latest` -> DONE while one is being made: asked -> that one has ended -> as above, for all that
-          asked meanwhile
+          asynchronous: asked -> the next pause (pause_checkpoint.py)
+              -> its checkpoint, or a later one, is `latest` -> DONE
+          while one is being made: asked -> that one has ended -> as above, for all that asked meanwhile
 RESTORE   asked -> every part read -> ROLLING_BACK(timeline) -> RUNNING in that timeline -> DONE
 VERIFY    asked -> every part read -> DONE | FAILED
 RESIZE    see resize.py

@@ -1,10 +1,11 @@
 """The checkpoint of an asynchronous job is taken in a pause: training stops for as long as a copy in memory
 takes.
 
-RUNNING --begin--> CHECKPOINTING, trainers/pause --all paused, or late: cut--> generation + 1 --all copied:
-    finish--> RUNNING
-   ^                                                                  |
-   +----- give up ------------- a pserver is too slow, or gone -------+        files are written in the background
+RUNNING --begin--> CHECKPOINTING, trainers/pause --all paused, or late: cut--> generation + 1
+   ^                                                                  |              |
+   +----- give up ------------- a pserver is too slow, or gone -------+              |
+   +----- all copied: finish --------------------------------------------------------+
+          files are written in the background
 
 A trainer that is late (frozen, or in a long minibatch) is left out of the cut's generation, so its pushes are
 stale until the pause is over. What it pushed counts once, by the ledgers. The checkpoint holds the task queue

@@ -2,8 +2,7 @@
 
 synchronous    manifest.positions (of each lane) --restore_to_positions--> changes of the job
 asynchronous   manifest.queue --read_cut--> CutQueue --restore_to_cut--> changes of the job
-                                              `--missed_minibatches--> what a pserver lacks that loaded this
-                                                  checkpoint
+               CutQueue --missed_minibatches--> what a pserver lacks that loaded this checkpoint
 
 `NextEpoch(epoch of the checkpoint)` is applied first; the changes follow. They are idempotent: if a master
 dies halfway, its successor does them again. There may be any number of them.

@@ -1,10 +1,11 @@
 """Parameters are lost: whether, to which checkpoint the job goes back, when all have loaded it, and which
 parameter server returns alone.
 
-RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver has it, queue restored-->
-    RUNNING
-   |                            |    ^ cannot be used: the checkpoint before it, in a newer timeline
-   |                            +----+---- none left ----> FAILED; only the initial parameters were saved: dropped -> WAITING
+RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint)
+   |                            |   ^  |-- every pserver has it, queue restored --> RUNNING
+   |                            |   |  |-- none left --> FAILED
+   |                            |   |  `-- only the initial parameters were saved --> dropped, WAITING
+   |                            +---+ cannot be used: the checkpoint before it, in a newer timeline
    +-- there is no checkpoint yet --> WAITING: from the very start, with new members
 
 A parameter server says in its own key which checkpoint it has loaded, in which timeline. In a timeline
@@ -357,11 +358,12 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
     return Decision(True, changes, (Event("rolled_back", message, fields),))
 
 
-# -------------------------------------------------------------------- asynchronous: a parameter server is
-#     gone, and the others continue
-# complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted: generation + 1, its losses
-#     on record
-#          |                   |-- the same process, whose lease had run out: it has everything, nothing is lost
+# -------------------------------------------------------------------- asynchronous
+# A parameter server is gone, and the others continue:
+# complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted, its losses are on record:
+#          |                   |                                          generation + 1
+#          |                   |-- the same process, whose lease had run out: it has everything, nothing is
+#          |                   |   lost
 #          |                   `-- no checkpoint of its own (independent), or away too long: FAILED
 #          `-- no pserver left, nothing saved, or training is over: the whole job goes back, nothing is lost
 
@@ -494,8 +496,8 @@ def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int,
     return Decision(True, (back, losses), tuple(events))
 
 
-# -------------------------------------------------------------------- the checkpoint of an evaluation is
-#     lost, and the result depends on it
+# -------------------------------------------------------------------- evaluation
+# The checkpoint of an evaluation is lost, and the result depends on it:
 # a later checkpoint is the latest, or its files are damaged ─► back to the newest checkpoint before it
 #     ─► the version is made, saved and evaluated
 # the first evaluation, before any checkpoint was there ─► training starts over

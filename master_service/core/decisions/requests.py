@@ -165,7 +165,7 @@ class Expected:
     """Versions of what users change in a cluster.
 
     GET ─► version ─► the request expects it ─► its decision ─► still that version: carried out
-        │ another one: PreconditionFailed
+                                                             ─► another one: PreconditionFailed
 
     A version is a digest of what users and the leader have decided, as the leader's transactions keep it in
     etcd: every leader has the same one. Progress, reasons and what members say of themselves are no part of

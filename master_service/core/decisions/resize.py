@@ -1,8 +1,8 @@
 """A resize of the running job: other numbers of trainers and parameter servers, without a pause of training.
 
-PLANNED --the job runs--> STARTING: numbers written, members come --all there--> MIGRATING --all groups moved,
-    members there--> COMMITTED
-                             ^-- a source or target died, or the job went back to a checkpoint --'
+PLANNED --the job runs--> STARTING: numbers written, members come --all there--> MIGRATING
+    --all groups moved, members there--> COMMITTED
+MIGRATING --a source or target died, or the job went back to a checkpoint--> STARTING
 cancelled, or too late: groups that moved stay where they are
 
 A group is moved by the slot map alone: its source has frozen it, its target has everything of it, and both
@@ -451,8 +451,8 @@ def _numbers(spec: JobSpec, trainers: int, pservers: int) -> JobSpec:
     return spec.with_fields(trainers=trainers, pservers=pservers)
 
 
-# -------------------------------------------------------------------- groups of slots on their way from
-#     source to target
+# -------------------------------------------------------------------- groups of slots
+# On their way from source to target:
 # source: `handed` in ps/<index> --the same migration, timeline and processes--> a new slot map: the target
 #     owns the group
 

@@ -459,8 +459,7 @@ def _put_back(
     return Decision(None, changes, (event,))
 
 
-# -------------------------------------------------------------------- reports that are about no task, so no
-# attempt fences them
+# -------------------------------------------------- reports that are about no task, so no attempt fences them
 
 
 def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:

@@ -292,8 +292,7 @@ def _start(kind: str, job: Job, indices: list[int] | None = None) -> str:
     return f"TRIREME_JOB={job.spec.job} TRIREME_ETCD=URL python -m {module}{count}"
 
 
-# -------------------------------------------------------------------- collective: who has the parameters, who
-# loads or fetches them
+# ---------------------------------------------- collective: who has the parameters, who loads or fetches them
 
 
 def loading_checkpoint(now: Situation) -> Cause | None:
@@ -321,7 +320,9 @@ def loading_checkpoint(now: Situation) -> Cause | None:
     )
     return Cause(
         code=Code.ROLLING_BACK,
-        summary=f"The job goes back to {now.rollback_point}; training continues once trainers have loaded it.",
+        summary=(
+            f"The job goes back to {now.rollback_point}; training continues once trainers have loaded it."
+        ),
         details=tuple(details),
         hints=(f"trireme members {now.option}", "read logs/trainer-*.log of the run"),
     )

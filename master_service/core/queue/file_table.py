@@ -1,8 +1,10 @@
 """The dataset as the master knows it: files and record counts, and how many records a task has.
 
 counted files ──TaskSizes──► FileTable         files      a (10 records)     b (5)          task_records = 4
-                                               tasks      0    1    2        3    4         a task never spans files; a file's last one may be short
+                                               tasks      0    1    2        3    4
                                                records    0-3  4-7  8-9      0-3  4
+
+A task never spans files; a file's last one may be short.
 
 Tasks are computed from prefix sums and never stored.
 """

@@ -166,10 +166,11 @@ class Dealing:
     """The tasks of `classes` in `lanes` streams, in one epoch, so that all lanes end together. Stream s,
     index i <-> position s + i * lanes.
 
-    tasks by their minibatches, the most first      3 3 3 3 3 3 3 3 3 3 3 3 3 3 3 2 2 1 1        (class 3, class 2, class 1)
-    dealt to the lanes, row by row                  lanes 0-7: 3 3 3 3 3 3 3 3 | 3 3 3 3 3 3 3 2 | 2 1 1 each
-                                                    lane's share depends on no epoch: lane 0 has the most, 3 +
-                                                    3 + 2
+    tasks by their minibatches, the most first      3 3 3 3 3 3 3 3 3 3 3 3 3 3 3 2 2 1 1
+                                                    (class 3, class 2, class 1)
+    dealt to the lanes, row by row                  lanes 0-7: 3 3 3 3 3 3 3 3 | 3 3 3 3 3 3 3 2 | 2 1 1
+
+    each lane's share depends on no epoch: lane 0 has the most, 3 + 3 + 2
 
     Which task of a class takes which of its places, and the order of the rows, are permutations of the epoch.
     Tasks that are all alike are dealt as one class, and rows stay where they are. Two lanes differ by fewer

@@ -3,7 +3,9 @@ never O(dataset).
 
     TODO --dispatch--> PENDING --finish--> DONE (no record: before a cursor and in no other state)
       ^                 |   |
-      +---- REQUEUED <--+   +--> DISCARDED (failures spent)       fail, expire: failures + 1;  lost trainer: not
+      +---- REQUEUED <--+   +--> DISCARDED (failures spent)
+
+fail, expire: failures + 1;  lost trainer: not
 
 Attempt numbers fence reports: only the trainer of a pending attempt may report. A late task has two: the
 first end counts. When no task is left the epoch advances, however the last task ended. Decisions change

@@ -25,8 +25,8 @@ class EventLog:
     """Events with ids that grow by one.
 
     told(events) ─► PutEvents: the next ids; DropEvents: the oldest, once there are too many
-        nothing has happened yet
-    apply(change)                                                                                   now it has
+                    nothing has happened yet
+    apply(change)   now it has
 
     `next_id`: of the next event; 0 before `begin`. A chunk is what one transaction told, as etcd holds it:
     parsed events take several times as much memory, and hardly anybody asks for the old ones.

@@ -1,8 +1,8 @@
 """The phase of a job, and what changes it: no other module gives a job another phase.
 
-WAITING --REGROUP--> RUNNING --PAUSE--> CHECKPOINTING --CONTINUE--> RUNNING --COMPLETE--> COMPLETED
-    --TRAIN_LONGER--> WAITING
-                        `--GO_BACK--> ROLLING_BACK --RESTORE--> RUNNING
+WAITING --REGROUP--> RUNNING --PAUSE--> CHECKPOINTING --CONTINUE--> RUNNING
+                     RUNNING --GO_BACK--> ROLLING_BACK --RESTORE--> RUNNING
+                     RUNNING --COMPLETE--> COMPLETED --TRAIN_LONGER--> WAITING
 START_OVER leads to WAITING, FAIL from every phase that is not final to FAILED, and START_AGAIN from there to
 WAITING.
 """

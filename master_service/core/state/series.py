@@ -2,9 +2,10 @@
 
 report ─► Series.add: values of one step and timeline come together, those of a later timeline take the place
     of earlier ones
-whole steps in their order ─► Series.append: each once          the job goes back
-    ─► rewind: later steps are dropped, and come again
-full ───► buckets twice as wide, so any number of steps fits          query ─► at most so many points
+whole steps in their order ─► Series.append: each once
+the job goes back ─► rewind: later steps are dropped, and come again
+full ───► buckets twice as wide, so any number of steps fits
+query ─► at most so many points
 
 WholeSteps decides which steps of a synchronous job are new. LeftSteps has those that a restore of an older
 checkpoint left.
@@ -422,7 +423,9 @@ class Epoch:
 class WholeSteps:
     """The steps of a synchronous job: each once and in order, whoever reports it and however often.
 
-    the next step ─► taken          an earlier one ─► known already          a later one ─► some are missing, they are asked for
+    the next step ─► taken
+    an earlier one ─► known already
+    a later one ─► some are missing, they are asked for
 
     `next`: the first step that is not known. `timeline`: of the steps. `epochs`: the last ones. `left`: steps
     that the job left in restores.

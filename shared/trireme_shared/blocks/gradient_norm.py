@@ -1,8 +1,8 @@
 """The norm of a whole gradient out of the sums of squares of its blocks: the same bits whoever adds them, in
 whatever order; and what the norm does to the step, by the job's settings (Clipping).
 
-    squares_of(block) ... --exactly rounded sum, square root--> norm --> clip_factor: what the gradient is
-        multiplied by
+    squares_of(block) ... --exactly rounded sum, square root--> norm
+        --> clip_factor: what the gradient is multiplied by
 
 Squares are added in groups of GROUP numbers, then in float64: a third of the time that float64 takes for all
 of it, and the result is exact to about ten digits. Each operation is done by one thread alone, or on each

@@ -83,8 +83,7 @@ class Copies:
         """Whether this process has parameters of that timeline: else parts of it are given up."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------ beside the blocks of a synchronous job:
-    # nothing
+    # -------------------------------------------------------- beside the blocks of a synchronous job: nothing
 
     async def cut(self, uuid: str, copied: Copied) -> Cut | None:
         """Of a paused checkpoint. Raises GivenUp; PeerError: ask again."""

@@ -90,8 +90,8 @@ def advice_for(error: Exception) -> str:
 class StorageProblem:
     """Tells why checkpoints cannot be written, once when that begins and once when it is over.
 
-    part or commit fails ─► begin ─► log, the own key (the master makes it an event)      works again ─► end
-        ─► the same
+    part or commit fails ─► begin ─► log, the own key (the master makes it an event)
+    works again ─► end ─► the same
 
     `begin` and `end` are called for each checkpoint; only changes are reported. `what`: "part" or "commit".
 

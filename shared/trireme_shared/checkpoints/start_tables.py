@@ -1,10 +1,12 @@
 """Rows that embedding tables start with: the files `tables/<name>.safetensors` beside the file that
 `init_from` names, as exports have them.
 
-headers --fit to the model's tables--> StartTable of each --rows, some at a time--> the table in this process,
-    or the own slots of a parameter server
+headers --fit to the model's tables--> StartTable of each
+    --rows, some at a time--> the table in this process, or the own slots of a parameter server
 
-    ids      int64 (n,), ascending          values   float32 (n, dim)         state    float32 (n, numbers of the optimizer's state), for `init_optimizer`
+    ids      int64 (n,), ascending
+    values   float32 (n, dim)
+    state    float32 (n, numbers of the optimizer's state), for `init_optimizer`
 """
 
 from __future__ import annotations

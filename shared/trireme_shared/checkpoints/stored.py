@@ -255,7 +255,8 @@ def read_values(
         block, name = min(wanted)
         unusable(
             ref,
-            f"it has no state of the optimizer ({name} of block {block}): before the first step there is none",
+            f"it has no state of the optimizer ({name} of block {block}): before the first step there is "
+            "none",
         )
 
 

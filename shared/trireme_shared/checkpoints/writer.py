@@ -3,7 +3,7 @@ Background: parts are written in the background of training, other work is urgen
 
 Snapshot -> pserver-<i>.<token>.safetensors        Manifest -> manifest-<md5>.json
 narrow_to_changes, write_part -> one thread of the lowest priority, with rests
-    load, write_manifest, remove -> the other threads
+load, write_manifest, remove -> the other threads
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class DeltaBase:
     owner, instead of all rows. `chain`: the whole part first. `versions`: of each table in the last part of
     it.
 
-    own part in the latest checkpoint --chain--> DeltaBase --narrow_to_changes(snapshot)--> True: a delta is
-        written; False: a whole part
+    own part in the latest checkpoint --chain--> DeltaBase
+        --narrow_to_changes(snapshot)--> True: a delta is written; False: a whole part
 
     Parameters are in every part as a whole, so a part of which they are the larger half is always whole.
     """

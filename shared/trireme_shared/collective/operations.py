@@ -7,8 +7,8 @@ group, and reads its result.
 The caller's tensors are read only: after an error the operation begins again with the same contribution. They
 travel as few one-dimensional buffers:
 
-    nested value ──take_apart──► skeleton (JSON) + leaves ──pack──► one flat buffer for each dtype ──unpack──►
-        leaves ──put_together──► value
+    nested value ──take_apart──► skeleton (JSON) + leaves ──pack──► one flat buffer for each dtype
+        ──unpack──► leaves ──put_together──► value
 """
 
 from __future__ import annotations
@@ -281,8 +281,13 @@ class AllReduce:
         ]
 
     def run(
-        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
-    ) -> Result:  # noqa: ARG002
+        self,
+        group: Group | None,
+        done: Done,
+        weights: Sequence[float],
+        root: int,  # noqa: ARG002
+        moment: Moment,
+    ) -> Result:
         size = len(weights)
         plan = Plan(self._specs, self._transport, size if self._canonical else 1)
         device = group.data_device if group is not None else CPU
@@ -371,8 +376,13 @@ class Broadcast:
         self.lines = [f"broadcast from {'the oldest member' if root is None else f'rank {root}'}"]
 
     def run(
-        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
-    ) -> Result:  # noqa: ARG002
+        self,
+        group: Group | None,
+        done: Done,
+        weights: Sequence[float],  # noqa: ARG002
+        root: int,
+        moment: Moment,
+    ) -> Result:
         source = root if self.root is None else self.root
         mine = group is None or group.rank == source
         text = None
@@ -422,8 +432,13 @@ class Barrier:
         self.root: int | None = None
 
     def run(
-        self, group: Group | None, done: Done, weights: Sequence[float], root: int, moment: Moment
-    ) -> Result:  # noqa: ARG002
+        self,
+        group: Group | None,  # noqa: ARG002
+        done: Done,
+        weights: Sequence[float],  # noqa: ARG002
+        root: int,  # noqa: ARG002
+        moment: Moment,
+    ) -> Result:
         moment.begun()  # what all members said before it began was the barrier
         return Result(done, self.kind, digest(self.lines), flats=[])
 

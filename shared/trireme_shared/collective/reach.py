@@ -1,13 +1,14 @@
 """Which members of a communicator are dead, and which do not reach each other although all of them reach
 etcd.
 
-lifeline, until_dead: a connection to each other member, which the kernel closes at its death Reach, cut_off:
-a group that does not come together, or an operation that does not end, for as long as a lease lasts
+lifeline, until_dead: a connection to each other member, which the kernel closes at its death
+Reach, cut_off: a group that does not come together, or an operation that does not end, for as long as a lease
+lasts
       ─► connect to each other member ─► no answer for as long as a lease lasts ─► told in etcd
     decider ─► the members with most such ways, the youngest of several, lose their leases
         ─► an epoch without them
-    who was left out ─► registers anew when it reaches everybody of the epoch; after each time it rests longer
-        before
+    who was left out ─► registers anew when it reaches everybody of the epoch
+        ─► after each time it rests longer before
 
 So a partition costs an operation two leases, and not `timeout_s` again and again.
 """
@@ -61,11 +62,9 @@ async def lifeline(host: str, incarnation: str) -> AsyncIterator[int]:
     is dead: the kernel closes it, and refuses the next one. Nothing is read from the connections, and nothing
     secret is said.
 
-        member: listens, says who it is, holds the connection          observer: connect ─► its line
-            ─► read until it ends ─┐
-                                                                           ▲        └─ refused, or another
-                                                                               process: dead     │
-                                                                           └───────────────────────────────────────────────┘
+        member      listens, says who it is, holds the connection ◄───────────────┐
+        observer    connect ─► its line ─► read until it ends ─► connects again ──┘
+                                                                   └─ refused, or another process: dead
     A frozen process, or one behind a broken network, proves nothing: its lease runs out. A forked process
     lets go of what it has inherited: else the kernel would not close it when the member dies.
     """

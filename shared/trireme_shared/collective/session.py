@@ -154,7 +154,8 @@ class Line:
 class Session:
     """One epoch in one member: who is in it, its group, and who may use or give up the group at what time.
 
-    user's thread:  use ─► operations ─► leave          background:  retire ─► (cut, if somebody has left already) ─► drop
+    user's thread:  use ─► operations ─► leave
+    background:  retire ─► (cut, if somebody has left already) ─► drop
 
     `group` None: of a single member, or of members that do not fit together (`refused` says why).
     `stateless`: who needs the group's state, which `root` has.

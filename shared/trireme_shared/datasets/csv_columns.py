@@ -3,7 +3,7 @@ master compares files by them while it counts, trainers parse with them: all tas
 types.
 
 header, types ─► table(file, rows) ─► Arrow table: int64, uint64, float32, float64, bool, string
-    a value that does not fit: an error
+a value that does not fit: an error
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 r"""Where records begin and end in line formats: one scanner for the master, which counts, and the trainer,
 which reads their bytes (`read_raw`).
 
-    bytes --feed--> (starts, ends) of the records that ended --finish--> the last one, if the file has no
-        final line break
+    bytes --feed--> (starts, ends) of the records that ended
+        --finish--> the last one, if the file has no final line break
 
 A record is a line without its b"\n"; in CSV a line break between quotes belongs to the record. Blank lines
 are records of TextLines only.

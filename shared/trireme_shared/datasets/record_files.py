@@ -4,14 +4,13 @@ and WebDataset's tars. Where records are is for the master, which counts; what t
 TFRecord   frames: length (8 bytes), its masked CRC-32C (4), the record, its masked CRC-32C (4)
 RecordIO   chunks: a head of 20 bytes, then records, which may be compressed
                head: magic 0x01020304, CRC-32 of the content, compressor (0 none, 1 Snappy, 2 gzip), bytes of
-               the content, records
+                     the content, records
                content: length (4 bytes) and bytes of each record           all numbers little-endian
 tars       a record is the files of one key that follow each other: `a/0001.seg.png` has the key `a/0001` and
-    the column `seg.png`.
+           the column `seg.png`.
            source --tar_records(from a record's byte)--> TarRecord(key, start, members)
-               contents are read by their places
-           Their headers are read here, since `tarfile` takes a damaged header in the middle for the archive's
-           end.
+           Contents are read by their places. Headers are read here, since `tarfile` takes a damaged header in
+           the middle for the archive's end.
 """
 
 from __future__ import annotations

@@ -1,56 +1,75 @@
 """The names of all etcd keys. Values, leases, writers and fences:
 
-    key                     value           lease      writer                        fence
-    master/lock             MasterLock      master's   candidates                    create = 0; its create_revision is the term
-    master/addr             MasterAddress   master's   master                        lock
-    job/spec job/state      JobSpec ...     -          master                        lock
-    job/failures            FailureCounts   -          master                        lock
-    job/checkpoint          CheckpointRequest -        master                        lock
-    job/evaluation          EvaluationStatus -         master                        lock; members follow it
-    evaluations/<number>    Evaluation      -          master                        lock: what evaluations while training gave
-    job/plan                EpochPlan       -          master                        lock; members follow it
-    job/migration           Migration       -          master                        lock; parameter servers follow it
-    job/given               GivenNumbers    -          master                        lock: the numbers of members in the spec that masters are given
-    operations/<id>         Operation       -          master                        lock
-    answers/<digest>        KeptAnswer      -          master                        lock; requests with an Idempotency-Key
-    events/<first id>       EventChunk      -          master                        lock: what one transaction told
-    ps_desired              int             -          master                        lock
-    ps/<index>              PserverMember   pserver's  pserver                       create = 0, own create_revision
-    trainers/<id>           TrainerMember   trainer's  trainer                       create = 0
-    starting/<id>           text            trainer's  trainer                       none: a trainer that fails before it is registered
-    slots                   SlotMap        -           master                        lock
-    generation/trainers     TrainerList    -           master                        lock; members read it once
-    job/trainers            TrainersChange -           master                        lock; members follow it: what changed in the list
-    layout                  Layout          -          initialising trainer          create = 0
-    init_ps/lock|done       text            trainer|-  initialising trainer          create = 0
-    sweep/lock              MasterLock      sweeper's  trainers (masterless)         create = 0; its create_revision is the term
-    tasks/meta              TaskMeta        -          master                        lock
-    tasks/cursor/<stream>   int             -          master                        lock + mod_revision
-    tasks/pending/<task>    PendingTask     -          master                        lock + mod_revision
-    tasks/requeued/<task>   RequeuedTask    -          master                        lock + mod_revision
-    tasks/discarded/<task>  DiscardedTask   -          master                        lock + mod_revision
-    tasks/evaluation        EvaluationSums  -          master                        lock
-    tasks/validation        ValidationSums  -          master                        lock: of the evaluation that runs while training
-    tasks/commit            text            -          master                        lock + its own value (the name before)
-    tasks/progress/<id>     TrainerProgress trainer's  trainer (masterless)          none: information
-    tasks/losses            Losses          -          master                        lock
-    trainers/pause          Pause           master's   master                        lock
-    checkpoints/<uuid>/<ps>          CheckpointStarted  pserver's  pserver           own create_revision
-    checkpoints/<uuid>/begun         CheckpointStarted  -          pserver           own create_revision
-    checkpoints/<uuid>/finished/<ps> CheckpointPart     -          pserver           own create_revision
-    checkpoints/<uuid>/cut           CheckpointCut      -          master            lock
-    checkpoints/pservers/<ps>        OwnCheckpoints     -          pserver           own create_revision
-    checkpoints/latest/files/<id>    Paused             -          finish_lock       as latest
-    checkpoints/finish_lock          text               holder's   pserver           create = 0
-    checkpoints/latest               CheckpointLatest   -          finish_lock       lock + all parts + state + own mod_revision
-    exchange/<generation>/<attempt>/...  NativeStatement, bytes  trainer's  trainers with lanes  none: each writes its own, and a generation never repeats
-    collective/members/<id>  CommunicatorMember  member's    member                  create = 0
-    collective/lock          CommunicatorMember  member's    members                 create = 0; its create_revision is the term
-    collective/epoch         Epoch               -           holder of that lock     lock + own mod_revision, which is the epoch's id
-    collective/troubles/<id> Trouble             member's    member                  own create_revision
-    collective/unreached/<id> Unreached          member's    member                  own create_revision
-    collective/left_out/<id> LeftOut             decider's   holder of that lock     create_revision of collective/lock
-    collective/<epoch>/...   Statement, bytes    member's    its members             mod_revision of collective/epoch = the epoch's id
+    key                      value              lease      writer                fence
+    master/lock              MasterLock         master's   candidates            create = 0; gives the term
+    master/addr              MasterAddress      master's   master                lock
+    job/spec job/state       JobSpec ...        -          master                lock
+    job/failures             FailureCounts      -          master                lock
+    job/checkpoint           CheckpointRequest  -          master                lock
+    job/evaluation           EvaluationStatus   -          master                lock; members follow it
+    evaluations/<number>     Evaluation         -          master                lock: what evaluations while
+                                                                                 training gave
+    job/plan                 EpochPlan          -          master                lock; members follow it
+    job/migration            Migration          -          master                lock; parameter servers
+                                                                                 follow it
+    job/given                GivenNumbers       -          master                lock: the numbers of members
+                                                                                 in the spec that masters are
+                                                                                 given
+    operations/<id>          Operation          -          master                lock
+    answers/<digest>         KeptAnswer         -          master                lock; requests with an
+                                                                                 Idempotency-Key
+    events/<first id>        EventChunk         -          master                lock: what one transaction
+                                                                                 told
+    ps_desired               int                -          master                lock
+    ps/<index>               PserverMember      pserver's  pserver               create = 0, own
+                                                                                 create_revision
+    trainers/<id>            TrainerMember      trainer's  trainer               create = 0
+    starting/<id>            text               trainer's  trainer               none: a trainer that fails
+                                                                                 before it is registered
+    slots                    SlotMap            -          master                lock
+    generation/trainers      TrainerList        -          master                lock; members read it once
+    job/trainers             TrainersChange     -          master                lock; members follow it: what
+                                                                                 changed in the list
+    layout                   Layout             -          initialising trainer  create = 0
+    init_ps/lock|done        text               trainer|-  initialising trainer  create = 0
+    sweep/lock               MasterLock         sweeper's  trainers (masterless) create = 0; gives the term
+    tasks/meta               TaskMeta           -          master                lock
+    tasks/cursor/<stream>    int                -          master                lock + mod_revision
+    tasks/pending/<task>     PendingTask        -          master                lock + mod_revision
+    tasks/requeued/<task>    RequeuedTask       -          master                lock + mod_revision
+    tasks/discarded/<task>   DiscardedTask      -          master                lock + mod_revision
+    tasks/evaluation         EvaluationSums     -          master                lock
+    tasks/validation         ValidationSums     -          master                lock: of the evaluation that
+                                                                                 runs while training
+    tasks/commit             text               -          master                lock + its own value (the
+                                                                                 name before)
+    tasks/progress/<id>      TrainerProgress    trainer's  trainer (masterless)  none: information
+    tasks/losses             Losses             -          master                lock
+    trainers/pause           Pause              master's   master                lock
+    checkpoints/<uuid>/<ps>          CheckpointStarted   pserver's  pserver      own create_revision
+    checkpoints/<uuid>/begun         CheckpointStarted   -          pserver      own create_revision
+    checkpoints/<uuid>/finished/<ps> CheckpointPart      -          pserver      own create_revision
+    checkpoints/<uuid>/cut           CheckpointCut       -          master       lock
+    checkpoints/pservers/<ps>        OwnCheckpoints      -          pserver      own create_revision
+    checkpoints/latest/files/<id>    Paused              -          finish_lock  as latest
+    checkpoints/finish_lock          text                holder's   pserver      create = 0
+    checkpoints/latest               CheckpointLatest    -          finish_lock  lock + all parts + state +
+                                                                                 own mod_revision
+    exchange/<generation>/<attempt>/...  NativeStatement, bytes  trainer's  trainers with lanes
+                                         none: each writes its own, and a generation never repeats
+    collective/members/<id>    CommunicatorMember member's   member              create = 0
+    collective/lock            CommunicatorMember member's   members             create = 0; gives the term
+    collective/epoch           Epoch              -          holder of that lock lock + own mod_revision,
+                                                                                 which is the epoch's id
+    collective/troubles/<id>   Trouble            member's   member              own create_revision
+    collective/unreached/<id>  Unreached          member's   member              own create_revision
+    collective/left_out/<id>   LeftOut            decider's  holder of that lock create_revision of
+                                                                                 collective/lock
+    collective/<epoch>/...     Statement, bytes   member's   its members         mod_revision of
+                                                                                 collective/epoch = the
+                                                                                 epoch's id
+
+A key that gives the term: its create_revision is the term.
 
 Values are UTF-8 JSON of the records in shared/trireme_shared/protocol/records (integers as decimal text).
 
@@ -265,19 +284,21 @@ class ClusterKeys:
     """The keys of a cluster of jobs, beside the jobs' own keys; `ClusterKeys().job("ctr")` is
     `/trireme/jobs/ctr`.
 
-    key                             value        lease      writer       fence
-    cluster/lock                    MasterLock   leader's   candidates   create = 0; its create_revision is the cluster's term
+    key                             value         lease     writer       fence
+    cluster/lock                    MasterLock    leader's  candidates   create = 0; gives the leader's term
     cluster/addr                    MasterAddress leader's  leader       lock
-    cluster/commit                  text         -          leader       lock + its own value
-    cluster/answers/<digest>        KeptAnswer   -          leader       lock
-    cluster/events/<first id>       EventChunk   -          leader       lock
-    jobs/<job>                      ClusterJob   -          leader       lock
-    jobs/<job>/tasks/<name>         TaskRun      -          leader       lock
-    sources/<digest>                Source       -          leader       lock
-    schedules/<name>                JobSchedule  -          leader       lock
-    pool/<kind>/<member>            PoolMember   agent's    host agent   create = 0, own create_revision
-    pool/<kind>/<member>/assignment Assignment   -          leader       lock
-    pool/<kind>/<member>/drain      Drain        -          leader       lock
+    cluster/commit                  text          -         leader       lock + its own value
+    cluster/answers/<digest>        KeptAnswer    -         leader       lock
+    cluster/events/<first id>       EventChunk    -         leader       lock
+    jobs/<job>                      ClusterJob    -         leader       lock
+    jobs/<job>/tasks/<name>         TaskRun       -         leader       lock
+    sources/<digest>                Source        -         leader       lock
+    schedules/<name>                JobSchedule   -         leader       lock
+    pool/<kind>/<member>            PoolMember    agent's   host agent   create = 0, own create_revision
+    pool/<kind>/<member>/assignment Assignment    -         leader       lock
+    pool/<kind>/<member>/drain      Drain         -         leader       lock
+
+    A key that gives the term: its create_revision is the term.
 
     The leader holds the `master/lock` of each job that it leads as well, under the same lease: a job's writes
     compare that one.

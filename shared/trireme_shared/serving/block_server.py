@@ -2,7 +2,7 @@
 every block.
 
     push: fence -> admit -> apply block after block (inline, < 1 ms each)
-        pull: blocks that are there, then those that arrive
+    pull: blocks that are there, then those that arrive
 
 Parameter servers (pserver.py) and trainers of collective jobs are such servers. There are no locks: a block
 changes between two awaits, and a pull that sends its values retains their buffer.

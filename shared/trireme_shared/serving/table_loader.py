@@ -1,7 +1,7 @@
 """The rows of embedding tables, out of the parts of a checkpoint into tables in memory; those of own slots.
 
-part, then those that it builds on, newest first --place, take--> rows that no newer part tells of --the whole
-    part--> tables
+part, then those that it builds on, newest first --place, take--> rows that no newer part tells of
+    --the whole part--> tables
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where an id of a table belongs, and which random bits it has: pure functions of (seed of the table, id).
 
     id --mix64--> hash --mod slot_count--> slot --slot map--> parameter server
-        hash --mix64--> bits of the initial row
+    hash --mix64--> bits of the initial row
 
 All arithmetic is modulo 2**64, so it is the same on every machine. The kernels (kernels/) compute the same; a
 test compares.

@@ -1,7 +1,7 @@
 """The memory of a table: cells that say where a row is, and rows.
 
     slots --capacities--> cells: a hash table for each slot, which grows for itself
-        chunks: up to 64 MiB of rows each
+    chunks: up to 64 MiB of rows each
 
 Rows never move. The tables of slots have different limits of load, so they do not all grow in the same step;
 one that grows is filled some cells at a time, and until it is whole the old one can be read. Memory of rows

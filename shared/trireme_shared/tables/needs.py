@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from trireme_shared.protocol.records.layout import TableSpec
 
 CELL_BYTES = 16  # the id; stamp, frequency and row
-LEAST_LOAD, LOADS = (
-    0.55,
-    0.20,
-    # a slot gets a larger table when so many of its cells are used: the limit lies between the first and
-    # their sum
-)
+# a slot gets a larger table when so many of its cells are used: the limit lies between the first and the sum
+LEAST_LOAD, LOADS = 0.55, 0.20
 AFTER_GROWTH = 0.42  # of the cells are used then
 SKETCH_DEPTH, SKETCH_CELLS = 4, 1024  # of each slot
 QUEUE_SHARE, QUEUE_BYTES = 8, 12  # one row in so many is in its slot's queue of the oldest

@@ -1,9 +1,9 @@
 """A table whose slots belong to several processes, and move between them.
 
-source   parts of all its slots, while it steps --> frozen: `before` of them, and what those rows are now -->
-    drop_slots --> give_back, in turns
-target   rows are put into slots that are `apart` --> what the last step changed is put right --> the slots
-    are its own
+source   parts of all its slots, while it steps --> frozen: `before` of them, and what those rows are now
+    --> drop_slots --> give_back, in turns
+target   rows are put into slots that are `apart` --> what the last step changed is put right
+    --> the slots are its own
 
 Rows that a step changes while their slot is read may be read before or after it: the last step names them all
 in `before`, and they are sent again. So the reader needs no copy of the table.

@@ -5,8 +5,8 @@ A row that no later step has touched still has a stamp of that version or before
 that a step is about to change is kept first, once, as long as its slot is not written: so what is kept is
 bounded by the rows that steps touch meanwhile.
 
-    some slots: their cells and what was kept, by ids --> rows, as records --> what was kept meanwhile,
-        instead --> written
+    some slots: their cells and what was kept, by ids --> rows, as records
+        --> what was kept meanwhile, instead --> written
 
 The lock, which steps hold, is taken once for a group of slots: then what was kept is complete, and the cells
 of the next group are copied. Rows are read without it: if a step changes one meanwhile it is kept, and that
@@ -71,7 +71,7 @@ class Overwritten:
     rows changed since `version`, of versions after `after`. `bytes`: what they take.
 
     step --add--> loose --> pieces: of one step and some slots, in the order of slots --take--> read
-        one thread adds, another one does the rest
+    one thread adds, another one does the rest
     """
 
     def __init__(self, version: int, seed: int, slot_count: int, width: int) -> None:

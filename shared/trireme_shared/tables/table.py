@@ -1,8 +1,8 @@
 """The rows of one table that one process owns, at two versions.
 
     version v --step(ids, gradients)--> version v + 1: rows of these ids are stepped; those that lack one get
-        it (admission), others
-    leave (`max_rows`, `evict_after_steps`); `before` keeps what they all were, so version v can still be read
+    it (admission), others leave (`max_rows`, `evict_after_steps`); `before` keeps what they all were, so
+    version v can still be read
 
 An id without a row reads as its initial value, a pure function of (seed, id). All that decides is the order
 of versions and ids. The scalars of a step are rounded to float32 as torch rounds a Python number that meets a

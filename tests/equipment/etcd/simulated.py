@@ -1,7 +1,7 @@
 """An etcd in memory, at the level of the transport: real semantics, virtual time, faults on demand, no I/O.
 
     client --request [delay]--> Store --answer [delay]--> client
-        watches: events [delay], progress every second
+    watches: events [delay], progress every second
       stop / start      connections reset, data kept, leases come back with their full TTL
       freeze / thaw     SIGSTOP: nothing answers, watches are silent; what was sent may be applied at the thaw
       cut / mend        the same for one client

@@ -81,7 +81,8 @@ ASKED = {
         first=(TAKE,),
     ),
     "completeTask": Asked(
-        "/v1/task-leases/{task}/complete", REPORT, lambda master: master.job.training.counts[2], 1, first=(TAKE,)
+        "/v1/task-leases/{task}/complete", REPORT, lambda master: master.job.training.counts[2], 1,
+        first=(TAKE,),
     ),
     "failTask": Asked(
         "/v1/task-leases/{task}/fail",
@@ -113,12 +114,16 @@ ASKED = {
     "reportMetrics": Asked(
         "/v1/metric-batches", {"trainer": "t1", "generation": 1, "steps": []}, lambda _: None, None
     ),
-    "createCheckpoint": Asked("/v1/checkpoints", {"cause": "x"}, _operations, ["CREATE_CHECKPOINT"], "saved", moves="operation_id"),
+    "createCheckpoint": Asked(
+        "/v1/checkpoints", {"cause": "x"}, _operations, ["CREATE_CHECKPOINT"], "saved", moves="operation_id"
+    ),
     "verifyCheckpoint": Asked(
-        "/v1/checkpoints/at-40/verify", None, _operations, ["VERIFY_CHECKPOINT"], "saved", moves="operation_id"
+        "/v1/checkpoints/at-40/verify", None, _operations, ["VERIFY_CHECKPOINT"], "saved",
+        moves="operation_id",
     ),
     "restoreCheckpoint": Asked(
-        "/v1/checkpoints/at-40/restore", None, _operations, ["RESTORE_CHECKPOINT"], "saved", moves="operation_id"
+        "/v1/checkpoints/at-40/restore", None, _operations, ["RESTORE_CHECKPOINT"], "saved",
+        moves="operation_id",
     ),
     "createResize": Asked(*RESIZE, _operations, ["RESIZE"], "saved", moves="resize_id"),
     "cancelResize": Asked(
@@ -129,11 +134,22 @@ ASKED = {
         "saved",
         first=(RESIZE,),
     ),
-    "createJob": Asked("/v1/jobs", WANTED, lambda leader: sorted(leader.state.jobs), ["failed", "new", "paused", "waits"], "cluster"),
-    "pauseJob": Asked("/v1/jobs/waits/pause", None, _standing("waits"), (Standing.PAUSED, "pause"), "cluster"),
-    "resumeJob": Asked("/v1/jobs/paused/resume", None, _standing("paused"), (Standing.QUEUED, "run"), "cluster"),
-    "resumeJob of a failed one": Asked("/v1/jobs/failed/resume", None, _standing("failed"), (Standing.QUEUED, "run"), "cluster"),
-    "cancelJob": Asked("/v1/jobs/waits/cancel", None, _standing("waits"), (Standing.CANCELLED, "cancel"), "cluster"),
+    "createJob": Asked(
+        "/v1/jobs", WANTED, lambda leader: sorted(leader.state.jobs), ["failed", "new", "paused", "waits"],
+        "cluster",
+    ),
+    "pauseJob": Asked(
+        "/v1/jobs/waits/pause", None, _standing("waits"), (Standing.PAUSED, "pause"), "cluster"
+    ),
+    "resumeJob": Asked(
+        "/v1/jobs/paused/resume", None, _standing("paused"), (Standing.QUEUED, "run"), "cluster"
+    ),
+    "resumeJob of a failed one": Asked(
+        "/v1/jobs/failed/resume", None, _standing("failed"), (Standing.QUEUED, "run"), "cluster"
+    ),
+    "cancelJob": Asked(
+        "/v1/jobs/waits/cancel", None, _standing("waits"), (Standing.CANCELLED, "cancel"), "cluster"
+    ),
     "createSchedule": Asked(
         "/v1/schedules",
         {**WANTED, "cron": "30 2 * * *", "time_zone": "UTC"},
@@ -142,9 +158,12 @@ ASKED = {
         "cluster",
     ),
     "drainPoolMember": Asked(
-        "/v1/pool-members/a/drain", None, lambda leader: sorted(leader.state.drains), [("trainer", "a"), ("trainer", "b")], "cluster"
+        "/v1/pool-members/a/drain", None, lambda leader: sorted(leader.state.drains),
+        [("trainer", "a"), ("trainer", "b")], "cluster",
     ),
-    "undrainPoolMember": Asked("/v1/pool-members/b/undrain", None, lambda leader: sorted(leader.state.drains), [], "cluster"),
+    "undrainPoolMember": Asked(
+        "/v1/pool-members/b/undrain", None, lambda leader: sorted(leader.state.drains), [], "cluster"
+    ),
 }  # fmt: skip
 
 

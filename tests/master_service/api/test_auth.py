@@ -26,7 +26,8 @@ from trireme_shared.platform.security.tokens import Role, Tokens
 METHODS = {"get", "put", "post", "delete", "patch"}
 OPEN = {"checkHealth", "checkReadiness"}
 OF_MEMBERS = {
-    "acquireTask", "reportTaskProgress", "completeTask", "failTask", "reportMetrics", "reportSuspect", "reportFailure",
+    "acquireTask", "reportTaskProgress", "completeTask", "failTask", "reportMetrics", "reportSuspect",
+    "reportFailure",
 }  # fmt: skip
 
 
@@ -113,8 +114,9 @@ def test_the_short_paths_of_the_only_job_need_what_the_long_ones_do() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/unknown", "/v1/jobs/a/unknown", "/v2/task-leases", "task-leases", "", "/", "//v1/task-leases", "/v1/jobs/task-leases",
-     "/v1/jobs//task-leasesx", "/v1/members/a/b/suspect", "/v1/members/suspect", "/v1/members/a/drain", "/healthz"],
+    ["/v1/unknown", "/v1/jobs/a/unknown", "/v2/task-leases", "task-leases", "", "/", "//v1/task-leases",
+     "/v1/jobs/task-leases", "/v1/jobs//task-leasesx", "/v1/members/a/b/suspect", "/v1/members/suspect",
+     "/v1/members/a/drain", "/healthz"],
 )  # fmt: skip
 def test_a_write_to_any_other_path_needs_an_admin(path: str) -> None:
     for method in ("POST", "PUT", "PATCH", "DELETE", "TRACE", "CONNECT", "ANYTHING"):

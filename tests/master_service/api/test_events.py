@@ -32,9 +32,7 @@ async def names_after(
     return [event["name"] for event in page["events"]], page["next_after"]
 
 
-def test_events_of_a_job_are_there_before_while_and_after_it_is_led_and_those_of_the_cluster_outlive_its_leader() -> (
-    None
-):
+def test_events_of_a_job_are_there_before_while_and_after_it_is_led_the_clusters_outlive_its_leader() -> None:
     async def main() -> None:
         jobs = Jobs()
         async with jobs.leading("m1") as leader, client_of(leader) as client:

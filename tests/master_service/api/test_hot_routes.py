@@ -207,9 +207,10 @@ async def test_a_request_whose_connection_closes_before_its_end_costs_nothing_mo
             sent.append(message)
 
         scope: dict[str, Any] = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": "POST",
-            "path": path, "raw_path": path.encode(), "query_string": b"", "headers": [*raw, (b"host", b"localhost")], "root_path": "",
-            "client": ("c", 1), "server": ("s", 2),
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
+            "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [*raw, (b"host", b"localhost")], "root_path": "", "client": ("c", 1),
+            "server": ("s", 2),
         }  # fmt: skip
         async with running(MasterCluster(spec_of()), "t1") as master:
             await make_app(master)(scope, receive, send)

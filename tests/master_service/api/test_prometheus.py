@@ -80,13 +80,13 @@ def test_names_labels_and_help_keep_the_rules() -> None:
     "text",
     [
         (
-            "# HELP trireme_x_seconds_lasted h\n# TYPE trireme_x_seconds_lasted "
-            "gauge\ntrireme_x_seconds_lasted 1\n"
+            "# HELP trireme_x_seconds_lasted h\n# TYPE trireme_x_seconds_lasted gauge\n"
+            "trireme_x_seconds_lasted 1\n"
         ),
         "# HELP trireme_x_ms h\n# TYPE trireme_x_ms gauge\ntrireme_x_ms 1\n",
         (
-            "# HELP trireme_records_per_second h\n# TYPE trireme_records_per_second "
-            "gauge\ntrireme_records_per_second 1\n"
+            "# HELP trireme_records_per_second h\n# TYPE trireme_records_per_second gauge\n"
+            "trireme_records_per_second 1\n"
         ),
         "# HELP trireme_x_total h\n# TYPE trireme_x_total gauge\ntrireme_x_total 1\n",
         "# HELP x h\n# TYPE x gauge\nx 1\n",

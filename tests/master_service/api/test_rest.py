@@ -319,9 +319,9 @@ async def test_the_document_names_operations_and_problems() -> None:
         operations = [operation for path in document["paths"].values() for operation in path.values()]
         names = {operation["operationId"] for operation in operations}
         assert names >= {
-            "acquireTask", "reportTaskProgress", "completeTask", "failTask", "listTasks", "getTask", "getTaskSummary",
-            "listMembers", "getMember", "reportSuspect", "reportFailure", "getJob", "listEvents", "listMetrics",
-            "reportMetrics", "getVersion",
+            "acquireTask", "reportTaskProgress", "completeTask", "failTask", "listTasks", "getTask",
+            "getTaskSummary", "listMembers", "getMember", "reportSuspect", "reportFailure", "getJob",
+            "listEvents", "listMetrics", "reportMetrics", "getVersion",
         }  # fmt: skip
         for operation in operations:
             assert operation["responses"]["default"] == {"$ref": "#/components/responses/Problem"}

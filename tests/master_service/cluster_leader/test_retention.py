@@ -77,9 +77,7 @@ def test_a_deletion_whose_files_could_not_be_deleted_is_finished_by_the_next_lea
     run_virtually(main)
 
 
-def test_a_deletion_is_answered_also_if_its_files_take_longer_than_the_leader_waits_before_it_finishes_one() -> (
-    None
-):
+def test_a_deletion_is_answered_also_if_its_files_take_longer_than_the_leader_waits_to_finish_one() -> None:
     """The loop that finishes deletions which another leader has begun found this one, too, and was faster:
     its user heard that there is no such job."""
 

@@ -65,9 +65,7 @@ def test_a_request_while_a_checkpoint_is_being_made_gets_the_next_one_which_late
     run_virtually(main)
 
 
-def test_requests_that_wait_for_the_next_checkpoint_outlive_their_master_and_a_failure_of_the_one_before() -> (
-    None
-):
+def test_requests_that_wait_for_the_next_checkpoint_outlive_their_master_and_a_failed_one_before() -> None:
     async def main() -> None:
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as first_master:

@@ -250,9 +250,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_stopped() -> None:
     run_virtually(main)
 
 
-def test_a_checkpoint_found_damaged_while_it_is_loaded_ends_the_operation_and_the_one_before_it_is_taken() -> (
-    None
-):
+def test_a_checkpoint_found_damaged_while_it_is_loaded_ends_the_operation_the_one_before_is_taken() -> None:
     async def main() -> None:
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as master:

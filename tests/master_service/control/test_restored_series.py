@@ -29,7 +29,9 @@ def test_a_restore_of_a_later_checkpoint_has_the_metrics_of_all_steps_before_it_
         world = World()
         refs = (("u16", 16), ("u8", 8))
         kept = tuple(CheckpointRef(uuid=uuid, step=step, timeline=0, manifest="m") for uuid, step in refs)
-        latest = CheckpointLatest(uuid="u16", step=16, timeline=0, term=1, timestamp="", manifest="m", slots=SLOTS, kept=kept)  # fmt: skip
+        latest = CheckpointLatest(
+            uuid="u16", step=16, timeline=0, term=1, timestamp="", manifest="m", slots=SLOTS, kept=kept
+        )
 
         async def restore(master: Master, uuid: str, step: int) -> int:
             master.job.members = replace(master.job.members, latest=latest)

@@ -31,8 +31,9 @@ from trireme_shared.protocol.records.job import Saving
 
 DATASET = TextLines("a.txt")
 SETTINGS = {
-    "job": "j", "script": "s", "storage": "d", "dataset": DATASET, "evaluation_dataset": DATASET, "mode": Mode.ASYNC, "lanes": 1,
-    "global_batch_size": 2, "records_per_task": 4, "epochs": 2, "evaluate_every": 3,
+    "job": "j", "script": "s", "storage": "d", "dataset": DATASET, "evaluation_dataset": DATASET,
+    "mode": Mode.ASYNC, "lanes": 1, "global_batch_size": 2, "records_per_task": 4, "epochs": 2,
+    "evaluate_every": 3,
 }  # fmt: skip
 
 

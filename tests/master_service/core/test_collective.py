@@ -323,7 +323,7 @@ def test_a_rollback_that_takes_too_long_fails_the_job_and_names_the_storage_if_i
     assert (failed.cause, failed.reason[-17:]) == (FailureCause.STORAGE, " (no route to S3)")
 
 
-def test_a_job_that_changes_to_the_collective_strategy_goes_back_to_its_newest_checkpoint_and_the_other_way_round():
+def test_a_job_that_changes_to_the_collective_strategy_or_from_it_goes_back_to_its_newest_checkpoint():
     fresh = members({"c": None}, latest=LATEST)
     slots = SlotMap(version=1, owners=(0,) * 128)
     for strategy, pservers in ((Strategy.COLLECTIVE, 0), (Strategy.PARAMETER_SERVER, 1)):

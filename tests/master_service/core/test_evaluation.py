@@ -45,8 +45,9 @@ class Trained:
         self, *kept: CheckpointRef, keep_best: str | None = None, stop_early: str | None = None
     ) -> None:
         spec = JobSpec(
-            job="j", script="s", storage="d", dataset=DATASET, evaluation_dataset=DATASET, evaluate_every=10, lanes=2,
-            global_batch_size=4, records_per_task=4, max_task_failures=2, keep_best=keep_best, stop_early=stop_early,
+            job="j", script="s", storage="d", dataset=DATASET, evaluation_dataset=DATASET, evaluate_every=10,
+            lanes=2, global_batch_size=4, records_per_task=4, max_task_failures=2, keep_best=keep_best,
+            stop_early=stop_early,
         )  # fmt: skip
         self.job = Job.open(
             spec, FileTable((TableFile("a.txt", 8),), 4), FileTable((TableFile("b.txt", 8),), 4)
@@ -62,7 +63,8 @@ class Trained:
         first = kept[0]
         self.job.members = Members(
             latest=CheckpointLatest(
-                uuid=first.uuid, step=first.step, timeline=first.timeline, term=1, timestamp="", manifest="m", slots=slots, kept=kept
+                uuid=first.uuid, step=first.step, timeline=first.timeline, term=1, timestamp="", manifest="m",
+                slots=slots, kept=kept
             )
         )  # fmt: skip
 

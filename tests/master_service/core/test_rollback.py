@@ -168,7 +168,7 @@ def test_a_checkpoint_that_cannot_be_used_is_followed_by_the_one_before_it_with_
     )
 
 
-def test_initial_parameters_that_cannot_be_loaded_are_made_again_once_every_pserver_has_dropped_what_it_has() -> (
+def test_initial_parameters_that_cannot_be_loaded_are_made_again_once_every_pserver_has_dropped_them() -> (
     None
 ):
     first = CheckpointRef(uuid="first", step=0, timeline=0, manifest="m")

@@ -14,7 +14,8 @@ from trireme_shared.protocol.records.datasets import TextLines
 def test_an_evaluation_that_is_settled_on_a_draft_is_not_in_the_job():
     dataset, table = TextLines("a.txt"), FileTable((TableFile("a.txt", 8),), 4)
     spec = JobSpec(
-        job="j", script="s", storage="d", dataset=dataset, evaluation_dataset=dataset, evaluate_every=1, dispatch=Dispatch.ETCD
+        job="j", script="s", storage="d", dataset=dataset, evaluation_dataset=dataset, evaluate_every=1,
+        dispatch=Dispatch.ETCD
     )  # fmt: skip
     job = Job.open(spec, table, table)
     first, second = (Evaluation(number=number, step=number, timeline=0, checkpoint="u") for number in (1, 2))

@@ -40,7 +40,8 @@ class Raising:
 
     def log(self, points):
         if not (HERE / "well").exists():
-            raise ConnectionError(f"http://me:hunter2@host refuses the key {os.environ['MLFLOW_TRACKING_PASSWORD']}")
+            password = os.environ["MLFLOW_TRACKING_PASSWORD"]
+            raise ConnectionError(f"http://me:hunter2@host refuses the key {password}")
         note("raising", points)
 
 

@@ -119,7 +119,8 @@ client = MlflowClient(tracking_uri=sys.argv[1])
 experiment = client.get_experiment_by_name("digits")
 [run] = client.search_runs([experiment.experiment_id])
 steps = [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "loss")]
-print(json.dumps([run.info.status, run.info.run_name, run.data.tags, run.data.params, sorted(run.data.metrics), steps]))
+info, data = run.info, run.data
+print(json.dumps([info.status, info.run_name, data.tags, data.params, sorted(data.metrics), steps]))
 """
 
 

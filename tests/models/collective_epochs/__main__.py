@@ -1,8 +1,8 @@
 """Executable model of collective jobs: trainers average gradients among themselves, generation by generation,
 and no step is lost, doubled or torn.
 
-    master: who holds the parameters ─► generation g, its members, lanes, owners of blocks (numbers never
-        repeat)
+    master: who holds the parameters
+        ─► generation g, its members, lanes, owners of blocks (numbers never repeat)
     member: reads g ─► fenced ─► states its version ─► all have stated
         ─► who lacks the newest version gets its kept means ─► pushes, pulls, steps
 

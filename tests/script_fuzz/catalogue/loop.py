@@ -148,8 +148,8 @@ LOOP = [
         "a step hook behind a step",
         ("hook",),
         after=waits(
-            "def half(opt, a, k):\n    with torch.no_grad():\n        for p in "
-            "model.parameters():\n            p.mul_(0.5)\nopt.register_step_post_hook(half)"
+            "def half(opt, a, k):\n    with torch.no_grad():\n        for p in model.parameters():\n"
+            "            p.mul_(0.5)\nopt.register_step_post_hook(half)"
         ),
     ),
     Mutation(
@@ -200,14 +200,14 @@ LOOP = [
     Mutation(
         "averaged weights beside",
         head="average = {}",
-        after="for n, p in model.named_parameters():\n    average[n] = 0.9 * average.get(n, p.detach()) "
-        "+ 0.1 * p.detach()",
+        after="for n, p in model.named_parameters():\n"
+        "    average[n] = 0.9 * average.get(n, p.detach()) + 0.1 * p.detach()",
     ),
     Mutation(
         "averaged model",
         head="averaged = []",
-        after="averaged[:] = averaged or "
-        "[torch.optim.swa_utils.AveragedModel(model)]\naveraged[0].update_parameters(model)",
+        after="averaged[:] = averaged or [torch.optim.swa_utils.AveragedModel(model)]\n"
+        "averaged[0].update_parameters(model)",
     ),
     Mutation(
         "evaluated between steps",

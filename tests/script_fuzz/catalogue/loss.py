@@ -46,8 +46,8 @@ LOSS = [
     ),
     Mutation(
         "a gradient penalty",
-        loss="x = batch['x'].clone().requires_grad_()\n(g,) = torch.autograd.grad(model(x).sum(), x, "
-        "create_graph=True)\nvalue = value + g.pow(2).mean()",
+        loss="x = batch['x'].clone().requires_grad_()\n"
+        "(g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)\nvalue = value + g.pow(2).mean()",
     ),
     Mutation(
         "a penalty of parameters' gradients",
@@ -56,25 +56,25 @@ LOSS = [
     ),
     Mutation(
         "adversarial examples",
-        loss="x = batch['x'].clone().requires_grad_()\n(g,) = "
-        "torch.autograd.grad(F.cross_entropy(model(x), batch['y']), x)\nvalue = value + "
-        "F.cross_entropy(model(batch['x'] + 0.1 * g.sign()), batch['y'])",
+        loss="x = batch['x'].clone().requires_grad_()\n"
+        "(g,) = torch.autograd.grad(F.cross_entropy(model(x), batch['y']), x)\n"
+        "value = value + F.cross_entropy(model(batch['x'] + 0.1 * g.sign()), batch['y'])",
     ),
     Mutation("two forward passes", loss="value = value + F.mse_loss(model(batch['x'] + 0.1), out.detach())"),
     Mutation(
         "without gradients in part",
-        loss="with torch.no_grad():\n    target = model(batch['x']).softmax(1)\nvalue = value - 0.1 * "
-        "(out.log_softmax(1) * target).sum(1).mean()",
+        loss="with torch.no_grad():\n    target = model(batch['x']).softmax(1)\n"
+        "value = value - 0.1 * (out.log_softmax(1) * target).sum(1).mean()",
     ),
     Mutation(
         "inference mode in part",
-        loss="with torch.inference_mode():\n    share = "
-        "float(model(batch['x']).softmax(1).max())\nvalue = value * share",
+        loss="with torch.inference_mode():\n    share = float(model(batch['x']).softmax(1).max())\n"
+        "value = value * share",
     ),
     Mutation(
         "gradients switched off and on",
-        loss="torch.set_grad_enabled(False)\nscale = "
-        "out.abs().mean()\ntorch.set_grad_enabled(True)\nvalue = value * scale",
+        loss="torch.set_grad_enabled(False)\nscale = out.abs().mean()\ntorch.set_grad_enabled(True)\n"
+        "value = value * scale",
     ),
     Mutation(
         "backward in the loss",
@@ -83,8 +83,8 @@ LOSS = [
     ),
     Mutation(
         "evaluated in the loss",
-        loss="model.eval()\nwith torch.no_grad():\n    scale = "
-        "model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
+        loss="model.eval()\nwith torch.no_grad():\n    scale = model(batch['x']).abs().mean()\n"
+        "model.train()\nvalue = value * scale",
         modes=True,
     ),
     Mutation(
@@ -93,8 +93,8 @@ LOSS = [
         init="self.off9 = nn.Dropout(0.5)",
         forward="h = self.off9(h)",
         build="m.off9.eval()",
-        loss="model.eval()\nwith torch.no_grad():\n    scale = "
-        "model(batch['x']).abs().mean()\nmodel.train()\nvalue = value * scale",
+        loss="model.eval()\nwith torch.no_grad():\n    scale = model(batch['x']).abs().mean()\n"
+        "model.train()\nvalue = value * scale",
         modes=True,
     ),
     Mutation(
@@ -134,8 +134,8 @@ LOSS = [
     ),
     Mutation(
         "autocast",
-        loss="with torch.autocast('cpu', torch.bfloat16):\n    value = value + "
-        "F.cross_entropy(model(batch['x']).float(), batch['y'])",
+        loss="with torch.autocast('cpu', torch.bfloat16):\n"
+        "    value = value + F.cross_entropy(model(batch['x']).float(), batch['y'])",
     ),
     Mutation("precision", settings={"precision": "bf16"}, alone=True),
     Mutation(
@@ -145,8 +145,8 @@ LOSS = [
     ),
     Mutation(
         "per sample",
-        loss="g = torch.func.vmap(lambda row: model.first(row).tanh().sum())(batch['x'])\nvalue = value "
-        "+ 0.01 * g.pow(2).mean()",
+        loss="g = torch.func.vmap(lambda row: model.first(row).tanh().sum())(batch['x'])\n"
+        "value = value + 0.01 * g.pow(2).mean()",
     ),
     Mutation(
         "the batch changed in place",
@@ -180,9 +180,9 @@ LOSS = [
     ),
     Mutation(
         "hooks of modules",
-        build="m.first.register_forward_hook(lambda one, given, found: found * "
-        "1.1)\nm.last.register_forward_pre_hook(lambda one, given: (given[0] + "
-        "0.1,))\nm.last.register_full_backward_hook(lambda one, i, o: tuple(g * 0.5 for g in i))",
+        build="m.first.register_forward_hook(lambda one, given, found: found * 1.1)\n"
+        "m.last.register_forward_pre_hook(lambda one, given: (given[0] + 0.1,))\n"
+        "m.last.register_full_backward_hook(lambda one, i, o: tuple(g * 0.5 for g in i))",
     ),
     Mutation(
         "hooks at activations",
@@ -215,16 +215,16 @@ LOSS = [
         "a layer replaced at a step",
         ("last", "parameters are others"),
         loss=waits(
-            "torch.manual_seed(1)\nmodel.last = nn.Linear(8, 3)\nvalue = "
-            "F.cross_entropy(model(batch['x']), batch['y'])"
+            "torch.manual_seed(1)\nmodel.last = nn.Linear(8, 3)\n"
+            "value = F.cross_entropy(model(batch['x']), batch['y'])"
         ),
     ),
     Mutation(
         "a parameter replaced at a step",
         ("last.bias", "parameters are others"),
         loss=waits(
-            "model.last.bias = nn.Parameter(torch.ones(3))\nvalue = "
-            "F.cross_entropy(model(batch['x']), batch['y'])"
+            "model.last.bias = nn.Parameter(torch.ones(3))\n"
+            "value = F.cross_entropy(model(batch['x']), batch['y'])"
         ),
     ),
     Mutation(
@@ -232,8 +232,8 @@ LOSS = [
         ("added", "parameters are others"),
         forward="h = self.added(h) if hasattr(self, 'added') else h",
         loss=waits(
-            "torch.manual_seed(1)\nmodel.added = nn.Linear(8, 8)\nvalue = "
-            "F.cross_entropy(model(batch['x']), batch['y'])"
+            "torch.manual_seed(1)\nmodel.added = nn.Linear(8, 8)\n"
+            "value = F.cross_entropy(model(batch['x']), batch['y'])"
         ),
     ),
     Mutation(
@@ -272,8 +272,8 @@ LOSS = [
         "loaded at a step",
         ("first.", "last."),
         loss=waits(
-            "model.load_state_dict({n: p.clone() * 0.5 for n, p in "
-            "model.state_dict().items()})\nvalue = F.cross_entropy(model(batch['x']), batch['y'])"
+            "model.load_state_dict({n: p.clone() * 0.5 for n, p in model.state_dict().items()})\n"
+            "value = F.cross_entropy(model(batch['x']), batch['y'])"
         ),
     ),
     Mutation(
@@ -286,15 +286,15 @@ LOSS = [
         "a copy kept in the loss",
         head="copies = []",
         alone=True,
-        loss="copies[:] = [copy.deepcopy(model)]\nvalue = value + 0.01 * F.mse_loss(out, "
-        "copies[0](batch['x']).detach())",
+        loss="copies[:] = [copy.deepcopy(model)]\n"
+        "value = value + 0.01 * F.mse_loss(out, copies[0](batch['x']).detach())",
     ),
     Mutation(
         "a moving copy",
         head="copies1 = {}",
-        loss="with torch.no_grad():\n    for n, p in model.named_parameters():\n        copies1[n] = "
-        "0.9 * copies1.get(n, p) + 0.1 * p\nvalue = value + 0.01 * sum((p - "
-        "copies1[n]).pow(2).sum() for n, p in model.named_parameters())",
+        loss="with torch.no_grad():\n    for n, p in model.named_parameters():\n"
+        "        copies1[n] = 0.9 * copies1.get(n, p) + 0.1 * p\n"
+        "value = value + 0.01 * sum((p - copies1[n]).pow(2).sum() for n, p in model.named_parameters())",
     ),
     Mutation(
         "a loss that remembers",

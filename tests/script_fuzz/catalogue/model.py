@@ -153,8 +153,8 @@ MODEL = [
     Mutation(
         "tied to a part by data",
         ("part_of", "whole"),
-        init="self.whole = nn.Parameter(torch.randn(2, 8))\nself.part_of = "
-        "nn.Parameter(torch.zeros(8))\nself.part_of.data = self.whole.data[1]",
+        init="self.whole = nn.Parameter(torch.randn(2, 8))\nself.part_of = nn.Parameter(torch.zeros(8))\n"
+        "self.part_of.data = self.whole.data[1]",
         forward="h = h * self.whole[0] + self.part_of",
     ),
     Mutation(
@@ -196,8 +196,8 @@ MODEL = [
     ),
     Mutation(
         "no parameter and no buffer",
-        init="self.register_parameter('nil', None)\nself.register_buffer('nought', None)\nself.linear = "
-        "nn.Linear(8, 8, bias=False)",
+        init="self.register_parameter('nil', None)\nself.register_buffer('nought', None)\n"
+        "self.linear = nn.Linear(8, 8, bias=False)",
         forward="h = self.linear(h)",
     ),
     Mutation(
@@ -227,9 +227,10 @@ MODEL = [
     ),
     Mutation(
         "parametrised",
-        head="class Symmetric(nn.Module):\n    def forward(self, w):\n        return w.triu() + w.triu(1).t()",
-        init="self.symmetric = nn.Linear(8, 8)\nparametrize.register_parametrization(self.symmetric, "
-        "'weight', Symmetric())",
+        head="class Symmetric(nn.Module):\n    def forward(self, w):\n"
+        "        return w.triu() + w.triu(1).t()",
+        init="self.symmetric = nn.Linear(8, 8)\n"
+        "parametrize.register_parametrization(self.symmetric, 'weight', Symmetric())",
         forward="h = self.symmetric(h)",
     ),
     Mutation(
@@ -327,13 +328,13 @@ MODEL = [
     Mutation(
         "extra state",
         ("extra_state", "extra state"),
-        init="self.extra = nn.Linear(8, 8)\nself.extra.get_extra_state = lambda: "
-        "torch.tensor(3)\nself.extra.set_extra_state = lambda state: None",
+        init="self.extra = nn.Linear(8, 8)\nself.extra.get_extra_state = lambda: torch.tensor(3)\n"
+        "self.extra.set_extra_state = lambda state: None",
     ),
     Mutation(
         "assigned afterwards",
-        build="m.first.weight = nn.Parameter(m.first.weight.detach().clone() * "
-        "2)\nnn.init.zeros_(m.last.bias)",
+        build="m.first.weight = nn.Parameter(m.first.weight.detach().clone() * 2)\n"
+        "nn.init.zeros_(m.last.bias)",
     ),
     Mutation(
         "loaded", build="m.load_state_dict({name: value * 0.5 for name, value in m.state_dict().items()})"
@@ -353,9 +354,9 @@ MODEL = [
     ),
     Mutation(
         "its own function",
-        head="class Cube(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, v):\n       "
-        " ctx.save_for_backward(v)\n        return v ** 3\n    @staticmethod\n    def "
-        "backward(ctx, g):\n        return 3 * ctx.saved_tensors[0] ** 2 * g",
+        head="class Cube(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, v):\n"
+        "        ctx.save_for_backward(v)\n        return v ** 3\n    @staticmethod\n"
+        "    def backward(ctx, g):\n        return 3 * ctx.saved_tensors[0] ** 2 * g",
         forward="h = Cube.apply(h)",
     ),
 ]

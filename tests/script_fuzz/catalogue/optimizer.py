@@ -119,18 +119,18 @@ OPTIMIZERS += [
     Mutation(
         "a subclass",
         ("Mine",),
-        head="class Mine(torch.optim.SGD):\n    def step(self, closure=None):\n        for group in "
-        "self.param_groups:\n            for p in group['params']:\n                "
-        "p.grad.sign_()\n        return super().step(closure)",
+        head="class Mine(torch.optim.SGD):\n    def step(self, closure=None):\n"
+        "        for group in self.param_groups:\n            for p in group['params']:\n"
+        "                p.grad.sign_()\n        return super().step(closure)",
         optimizer=f"Mine({P}, lr=0.1)",
     ),
     Mutation(
         "an optimizer of its own",
         ("Own",),
-        head="class Own(torch.optim.Optimizer):\n    def __init__(self, p):\n        "
-        "super().__init__(p, {'lr': 0.1})\n    def step(self, closure=None):\n        with "
-        "torch.no_grad():\n            for p in self.param_groups[0]['params']:\n                "
-        "p.sub_(0.1 * p.grad.sign())",
+        head="class Own(torch.optim.Optimizer):\n    def __init__(self, p):\n"
+        "        super().__init__(p, {'lr': 0.1})\n    def step(self, closure=None):\n"
+        "        with torch.no_grad():\n            for p in self.param_groups[0]['params']:\n"
+        "                p.sub_(0.1 * p.grad.sign())",
         optimizer=f"Own({P})",
     ),
     Mutation(
@@ -142,32 +142,32 @@ OPTIMIZERS += [
     Mutation(
         "a hook behind the step",
         ("hook",),
-        prepared="def clamp(opt, a, k):\n    with torch.no_grad():\n        for p in m.parameters():\n      "
-        "      p.clamp_(-0.05, 0.05)\nopt.register_step_post_hook(clamp)",
+        prepared="def clamp(opt, a, k):\n    with torch.no_grad():\n        for p in m.parameters():\n"
+        "            p.clamp_(-0.05, 0.05)\nopt.register_step_post_hook(clamp)",
     ),
     Mutation(
         "a hook for all optimizers",
         ("hook",),
         head="from torch.optim.optimizer import register_optimizer_step_post_hook\nhandles = []",
-        prepared="def clamp(one, a, k):\n    if one is opt:\n        with torch.no_grad():\n            for "
-        "p in m.parameters():\n                p.clamp_(-0.05, "
-        "0.05)\nhandles.append(register_optimizer_step_post_hook(clamp))",
+        prepared="def clamp(one, a, k):\n    if one is opt:\n        with torch.no_grad():\n"
+        "            for p in m.parameters():\n                p.clamp_(-0.05, 0.05)\n"
+        "handles.append(register_optimizer_step_post_hook(clamp))",
         loss="if step == 7:\n    pass",
         alone=True,
     ),
     Mutation(
         "a step patched",
         ("step",),
-        prepared="real = opt.step\ndef step(*a, **k):\n    real(*a, **k)\n    with torch.no_grad():\n       "
-        " for p in m.parameters():\n            p.clamp_(-0.05, 0.05)\nopt.step = step",
+        prepared="real = opt.step\ndef step(*a, **k):\n    real(*a, **k)\n    with torch.no_grad():\n"
+        "        for p in m.parameters():\n            p.clamp_(-0.05, 0.05)\nopt.step = step",
     ),
     Mutation(
         "a step patched in the class",
         (".SGD", "a step that was replaced"),
-        head="class Patched(torch.optim.SGD):\n    pass\nPatched.__name__ = 'SGD'\ndef clamped(self, "
-        "closure=None):\n    torch.optim.SGD.step(self)\n    with torch.no_grad():\n        for "
-        "group in self.param_groups:\n            for p in group['params']:\n                "
-        "p.clamp_(-0.05, 0.05)\nPatched.step = clamped",
+        head="class Patched(torch.optim.SGD):\n    pass\nPatched.__name__ = 'SGD'\n"
+        "def clamped(self, closure=None):\n    torch.optim.SGD.step(self)\n    with torch.no_grad():\n"
+        "        for group in self.param_groups:\n            for p in group['params']:\n"
+        "                p.clamp_(-0.05, 0.05)\nPatched.step = clamped",
         optimizer=f"Patched({P}, lr=0.1)",
         alone=True,
     ),
@@ -179,8 +179,9 @@ OPTIMIZERS += [
     Mutation(
         "an optimizer with loaded state",
         ("state",),
-        prepared="state = opt.state_dict()\nstate['state'] = {n: {'momentum_buffer': torch.ones_like(p)} "
-        "for n, p in enumerate(m.parameters())}\nopt.load_state_dict(state)",
+        prepared="state = opt.state_dict()\n"
+        "state['state'] = {n: {'momentum_buffer': torch.ones_like(p)} for n, p in "
+        "enumerate(m.parameters())}\nopt.load_state_dict(state)",
     ),
     Mutation(
         "a rate changed in the loss",
@@ -225,8 +226,8 @@ OPTIMIZERS += [
         "state changed in the loss",
         ("state",),
         loss=waits(
-            "for p in model.parameters():\n    made[0].state.setdefault(p, {})['momentum_buffer'] "
-            "= torch.zeros_like(p)"
+            "for p in model.parameters():\n"
+            "    made[0].state.setdefault(p, {})['momentum_buffer'] = torch.zeros_like(p)"
         ),
     ),
 ]
@@ -285,8 +286,8 @@ SCHEDULERS += [
     ),
     Mutation(
         "a scheduler of its own",
-        head="class Warm(torch.optim.lr_scheduler.LRScheduler):\n    def get_lr(self):\n        return "
-        "[rate * min(1, (self.last_epoch + 1) / 4) for rate in self.base_lrs]",
+        head="class Warm(torch.optim.lr_scheduler.LRScheduler):\n    def get_lr(self):\n"
+        "        return [rate * min(1, (self.last_epoch + 1) / 4) for rate in self.base_lrs]",
         scheduler="Warm(opt)",
     ),
     Mutation(
@@ -296,18 +297,18 @@ SCHEDULERS += [
     ),
     Mutation(
         "a decay that follows the schedule",
-        head="class Decay(torch.optim.lr_scheduler.LambdaLR):\n    def step(self, *a):\n        "
-        "super().step(*a)\n        for group in self.optimizer.param_groups:\n            "
-        "group['weight_decay'] = group['lr'] / 10",
+        head="class Decay(torch.optim.lr_scheduler.LambdaLR):\n    def step(self, *a):\n"
+        "        super().step(*a)\n        for group in self.optimizer.param_groups:\n"
+        "            group['weight_decay'] = group['lr'] / 10",
         scheduler="Decay(opt, lambda n: 0.9 ** n)",
     ),
     Mutation(
         "a scheduler without a class of torch's",
         ("scheduler",),
-        head="class Plain:\n    def __init__(self, opt):\n        self.opt, self.n = opt, 0\n    def "
-        "step(self):\n        self.n += 1\n        for group in self.opt.param_groups:\n           "
-        " group['lr'] = 0.1 / (1 + self.n)\n    def state_dict(self):\n        return {'n': "
-        "self.n}\n    def load_state_dict(self, state):\n        self.n = state['n']",
+        head="class Plain:\n    def __init__(self, opt):\n        self.opt, self.n = opt, 0\n"
+        "    def step(self):\n        self.n += 1\n        for group in self.opt.param_groups:\n"
+        "            group['lr'] = 0.1 / (1 + self.n)\n    def state_dict(self):\n"
+        "        return {'n': self.n}\n    def load_state_dict(self, state):\n        self.n = state['n']",
         scheduler="Plain(opt)",
     ),
 ]

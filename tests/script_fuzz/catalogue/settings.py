@@ -46,8 +46,8 @@ SETTINGS = [
     Mutation("other kernels behind a step", ("mkldnn",), after=waits(KERNELS), **CONVOLVED),
     Mutation(
         "kernels by flags",
-        loss="with torch.backends.mkldnn.flags(enabled=False):\n    value = value + "
-        "model(batch['x']).pow(2).mean()",
+        loss="with torch.backends.mkldnn.flags(enabled=False):\n"
+        "    value = value + model(batch['x']).pow(2).mean()",
         **CONVOLVED,
     ),
     Mutation("precision of products", head="torch.set_float32_matmul_precision('medium')"),

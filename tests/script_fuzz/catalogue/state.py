@@ -29,16 +29,16 @@ STATE = [
     ),
     Mutation(
         "queue",
-        init="self.register_buffer('queue', torch.zeros(16, 8))\nself.register_buffer('at', "
-        "torch.zeros((), dtype=torch.int64))",
-        forward="h = h - self.queue.mean(0)\nfor row in h.detach()[:4]:\n    self.queue[self.at % 16] = "
-        "row\n    self.at += 1",
+        init="self.register_buffer('queue', torch.zeros(16, 8))\n"
+        "self.register_buffer('at', torch.zeros((), dtype=torch.int64))",
+        forward="h = h - self.queue.mean(0)\nfor row in h.detach()[:4]:\n"
+        "    self.queue[self.at % 16] = row\n    self.at += 1",
     ),
     Mutation(
         "constants of all dtypes",
         init="for number, dtype in enumerate((torch.bool, torch.uint8, torch.int8, torch.int16, "
-        "torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)):\n    "
-        "self.register_buffer(f'constant{number}', torch.ones(3, dtype=dtype))",
+        "torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)):\n"
+        "    self.register_buffer(f'constant{number}', torch.ones(3, dtype=dtype))",
         forward="h = h + self.constant0[0] + self.constant4[1]",
     ),
     Mutation(
@@ -111,15 +111,15 @@ STATE = [
         "a teacher that follows",
         ("teacher",),
         init="self.teacher = nn.Linear(5, 8).requires_grad_(False)",
-        forward="with torch.no_grad():\n    self.teacher.weight.mul_(0.9).add_(self.first.weight, "
-        "alpha=0.1)\nh = h - self.teacher(x)",
+        forward="with torch.no_grad():\n"
+        "    self.teacher.weight.mul_(0.9).add_(self.first.weight, alpha=0.1)\nh = h - self.teacher(x)",
     ),
     Mutation(
         "a teacher that follows through data",
         ("teacher1",),
         init="self.teacher1 = nn.Linear(5, 8).requires_grad_(False)",
-        forward="self.teacher1.weight.data.mul_(0.9).add_(self.first.weight.data, alpha=0.1)\nh = h - "
-        "self.teacher1(x)",
+        forward="self.teacher1.weight.data.mul_(0.9).add_(self.first.weight.data, alpha=0.1)\n"
+        "h = h - self.teacher1(x)",
     ),
     Mutation(
         "a parameter clamped in forward",
@@ -150,21 +150,21 @@ STATE = [
     ),
     Mutation(
         "noise in collate",
-        collate="x = torch.stack([torch.as_tensor(r['x']) for r in records])\nreturn {'x': x + 0.1 * "
-        "torch.randn_like(x), 'y': torch.tensor([int(r['y']) for r in records])}",
+        collate="x = torch.stack([torch.as_tensor(r['x']) for r in records])\n"
+        "return {'x': x + 0.1 * torch.randn_like(x), 'y': torch.tensor([int(r['y']) for r in records])}",
     ),
     Mutation(
         "mixup",
-        loss="order, share = torch.randperm(len(out)), np.random.beta(1, 1)\nvalue = share * value + (1 "
-        "- share) * F.cross_entropy(out, batch['y'][order])",
+        loss="order, share = torch.randperm(len(out)), np.random.beta(1, 1)\n"
+        "value = share * value + (1 - share) * F.cross_entropy(out, batch['y'][order])",
     ),
     Mutation(
         "seeded in the loss", loss="torch.manual_seed(step)\nvalue = value * (1 + 0.1 * torch.rand(()))"
     ),
     Mutation(
         "forked generators",
-        loss="with torch.random.fork_rng():\n    torch.manual_seed(1)\n    noise = "
-        "torch.rand(())\nvalue = value * (1 + noise)",
+        loss="with torch.random.fork_rng():\n    torch.manual_seed(1)\n    noise = torch.rand(())\n"
+        "value = value * (1 + noise)",
     ),
     Mutation(
         "a generator of its own",

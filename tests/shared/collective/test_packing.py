@@ -94,8 +94,10 @@ def test_what_has_no_values_is_not_broadcast():
 @pytest.mark.parametrize("reduction", ["native", "canonical"])
 def test_the_weighted_mean_of_every_dtype_and_form(reduction):
     values = [
-        {"f64": torch.full((3,), 1.0 + rank, dtype=torch.float64), "f16": torch.full((2, 2), 2.0 * rank, dtype=torch.float16),
-         "bf16": torch.full((5,), 1.0 * rank, dtype=torch.bfloat16), "array": np.full((2, 3), rank, np.float32), "n": rank}
+        {"f64": torch.full((3,), 1.0 + rank, dtype=torch.float64),
+         "f16": torch.full((2, 2), 2.0 * rank, dtype=torch.float16),
+         "bf16": torch.full((5,), 1.0 * rank, dtype=torch.bfloat16),
+         "array": np.full((2, 3), rank, np.float32), "n": rank}
         for rank in range(3)
     ]  # fmt: skip
     for found in reduced(values, weights=[1.0, 0.0, 3.0], reduction=reduction):
@@ -171,7 +173,8 @@ def test_canonical_means_have_the_bits_of_the_tree_over_members_in_any_cut_of_bu
 
 
 def test_what_the_root_gives_everybody_gets_whatever_they_had():
-    state = {"model": {"w": torch.ones(2, 3), "flag": torch.tensor([True, False])}, "state": {0: {"step": torch.tensor(3)}},
+    state = {"model": {"w": torch.ones(2, 3), "flag": torch.tensor([True, False])},
+             "state": {0: {"step": torch.tensor(3)}},
              "groups": [{"lr": 0.1, "name": None, "betas": (0.9, 0.99)}], "array": np.arange(3),
              "odd": {name: torch.arange(3.0).to(getattr(torch, name)) for name in [*ODD, "complex64"]}}  # fmt: skip
     groups = Groups(2)

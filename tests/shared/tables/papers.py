@@ -25,7 +25,8 @@ class FtrlProximal:
     """McMahan 2011, "Follow-the-Regularized-Leader and Mirror Descent", and McMahan et al. 2013, section 3.1:
     after step t the values are what minimises
 
-        g_1 w + ... + g_t w  +  sigma_1 |w - w_1|^2 / 2 + ... + sigma_t |w - w_t|^2 / 2  +  l1 |w|  +  (l2 + (beta + sqrt n_0) / lr) w^2 / 2
+        g_1 w + ... + g_t w  +  sigma_1 |w - w_1|^2 / 2 + ... + sigma_t |w - w_t|^2 / 2
+        +  l1 |w|  +  (l2 + (beta + sqrt n_0) / lr) w^2 / 2
 
     with sigma_1 + ... + sigma_t = (sqrt n_t - sqrt n_0) / lr and n_t = n_0 + g_1^2 + ... + g_t^2. Keras's
     Ftrl is the same with its learning_rate_power -0.5 and its l2_regularization_strength l2 / 2. A step with

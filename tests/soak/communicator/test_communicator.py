@@ -39,7 +39,10 @@ async def test_members_agree_under_random_faults(seed):
 
 
 async def test_a_member_that_dies_while_others_recover():
-    text = "0:30:allreduce:during:kill,1:31:allreduce:before:kill,2:31:allreduce:during:cut,3:45:allreduce:after:stop"
+    text = (
+        "0:30:allreduce:during:kill,1:31:allreduce:before:kill,2:31:allreduce:during:cut,"
+        "3:45:allreduce:after:stop"
+    )
     receipt = await Soak(4, 80, parse(text)).run()
     assert receipt.faults == 4
 

@@ -11,8 +11,8 @@ import pytest
 
 pytestmark = [pytest.mark.soak, pytest.mark.processes, pytest.mark.timeout(900)]
 EACH = (
-    "1:10:push:during:kill,2:16:pull:before:stop,0:22:step:during:cut,3:26:push:before:size,1:30:give:during:kill,"
-    "2:36:join:during:kill,3:40:form:during:lost,0:46:pull:during:delay"
+    "1:10:push:during:kill,2:16:pull:before:stop,0:22:step:during:cut,3:26:push:before:size,"
+    "1:30:give:during:kill,2:36:join:during:kill,3:40:form:during:lost,0:46:pull:during:delay"
 )
 
 

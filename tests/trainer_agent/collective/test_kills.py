@@ -29,8 +29,8 @@ COMMON = {
 def script(tmp_path):
     return write_script(
         tmp_path,
-        scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, "
-        "9], 0.5)\n",
+        scheduler="def scheduler(optimizer):\n"
+        "    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 9], 0.5)\n",
     )
 
 

@@ -254,7 +254,7 @@ async def test_rows_come_at_one_version_while_the_donor_steps_and_the_steps_sinc
     assert not any(each.is_open for each in replica.rows.snapshots)
 
 
-async def test_rows_of_the_next_version_are_waited_for_until_the_step_that_makes_it_or_until_the_job_goes_back():
+async def test_rows_of_the_next_version_are_waited_for_until_its_step_or_until_the_job_goes_back():
     replica = await donor_at(2)
     waiting = asyncio.ensure_future(rows_at(lambda: replica.rows, 3, [IDS]))
     await asyncio.sleep(0.01)

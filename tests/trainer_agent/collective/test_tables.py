@@ -32,8 +32,11 @@ MODEL = """
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.user = trireme.nn.Embedding("user", 4, optimizer=trireme.nn.Adam(lr=0.05, follow_schedule=True), init="uniform(0.1)", evict_after_steps=6)
-            self.tag = trireme.nn.EmbeddingBag("tag", 3, optimizer=trireme.nn.Adagrad(lr=0.1), admit_after=2, max_rows=1024)
+            adam, adagrad = trireme.nn.Adam(lr=0.05, follow_schedule=True), trireme.nn.Adagrad(lr=0.1)
+            self.user = trireme.nn.Embedding(
+                "user", 4, optimizer=adam, init="uniform(0.1)", evict_after_steps=6
+            )
+            self.tag = trireme.nn.EmbeddingBag("tag", 3, optimizer=adagrad, admit_after=2, max_rows=1024)
             self.deep = nn.Sequential(nn.Linear(4 + 3 + 5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3))
 
         def forward(self, x):

@@ -26,7 +26,10 @@ OPTIMIZER = """
     def optimizer(model):
         large = [p for p in model.parameters() if p.dim() > 1]
         small = [p for p in model.parameters() if p.dim() == 1]
-        groups = [{{"params": large, "weight_decay": 0.01}}, {{"params": small, "layerwise": False, "lr": 0.05}}]
+        groups = [
+            {{"params": large, "weight_decay": 0.01}},
+            {{"params": small, "layerwise": False, "lr": 0.05}},
+        ]
         return trireme.optim.{name}(groups, lr=0.1)
 """
 NAMES = ["LARS", "LAMB"]

@@ -74,9 +74,9 @@ def test_files_that_were_read_are_closed(tmp_path, monkeypatch, suffix):
     for number, path in enumerate(paths):
         write(path, number)
     reader = open_dataset(kind(str(paths[0]), **options))
-    read: Callable[[Path], dict[str, object]] = lambda path: reader.read(str(path), 0, 1).columns(
+    read: Callable[[Path], dict[str, object]] = lambda path: reader.read(str(path), 0, 1).columns(  # noqa: E731
         np.arange(1)
-    )  # noqa: E731
+    )
     first = read(paths[0])
     before = len(list(Path("/proc/self/fd").iterdir()))
     for path in paths:

@@ -205,10 +205,10 @@ def test_an_array_in_fortran_order_is_read_where_it_is_local(tmp_path):
 
 def test_a_custom_reader_that_fails_or_ends_early_is_told(tmp_path, monkeypatch):
     (tmp_path / "odd_reader.py").write_text(
-        "class short:\n  count = staticmethod(lambda url: 3)\n  read = staticmethod(lambda url, "
-        "first, count: iter([{}]))\n"
-        "class broken(short):\n  read = staticmethod(lambda url, first, count: [].pop())\n"
-        "class values(short):\n  read = staticmethod(lambda url, first, count: [1, 2, 3])\n"
+        "class short:\n  count = staticmethod(lambda url: 3)\n"
+        "  read = staticmethod(lambda url, first, count: iter([{}]))\nclass broken(short):\n"
+        "  read = staticmethod(lambda url, first, count: [].pop())\nclass values(short):\n"
+        "  read = staticmethod(lambda url, first, count: [1, 2, 3])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DatasetError, match="u ends at record 1, but records 0 to 2 were counted in it"):

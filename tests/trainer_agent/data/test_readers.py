@@ -126,7 +126,9 @@ CASES = {
 OWN_READER = f"""
 class squares:
     count = staticmethod(lambda url: {RECORDS})
-    read = staticmethod(lambda url, first, count: ({{"n": n, "square": n * n}} for n in range(first, first + count)))
+    read = staticmethod(
+        lambda url, first, count: ({{"n": n, "square": n * n}} for n in range(first, first + count))
+    )
 """
 
 

@@ -92,7 +92,8 @@ async def test_one_trainer_that_pushes_and_pulls_each_minibatch_gives_the_rows_o
         tmp_path,
         model=MODEL,
         loss=LOSS,
-        scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 9, 0.5)\n",
+        scheduler="def scheduler(optimizer):\n"
+        "    return torch.optim.lr_scheduler.StepLR(optimizer, 9, 0.5)\n",
     )
     spec = spec_of(script, push_every=1, epochs=1)
     async with cluster(spec, 1) as made:

@@ -76,7 +76,8 @@ async def test_one_trainer_that_pushes_and_pulls_each_minibatch_gives_the_bits_o
     script = write_script(
         tmp_path,
         model="def model():\n    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))\n",
-        scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)\n",
+        scheduler="def scheduler(optimizer):\n"
+        "    return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)\n",
     )
     spec = spec_of(script, push_every=1)
     async with cluster(spec, 1) as made:
@@ -89,7 +90,8 @@ async def test_the_schedule_goes_on_where_the_epoch_stands_when_a_trainer_is_rep
     script = write_script(
         tmp_path,
         model="def model():\n    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))\n",
-        scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)\n",
+        scheduler="def scheduler(optimizer):\n"
+        "    return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)\n",
     )
     spec = spec_of(script, push_every=1)
     async with cluster(spec, 1) as made:

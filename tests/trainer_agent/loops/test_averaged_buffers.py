@@ -180,8 +180,8 @@ async def test_what_was_left_out_or_belongs_to_another_history_is_not_compared(b
     """A lane with a loss that is not finite; a step that was left out; a trainer that joins again."""
     model = model_with(*NO_STATISTICS["hidden"])
     loss = (
-        "def loss(model, batch):\n    return model(batch['x']).mean() * (float('nan') if "
-        "len(batch['x']) == 3 else 1)\n"
+        "def loss(model, batch):\n"
+        "    return model(batch['x']).mean() * (float('nan') if len(batch['x']) == 3 else 1)\n"
     )
     compute = build({"lanes": 2, "on_nonfinite": "skip"}, model=model, loss=loss)
     told = []

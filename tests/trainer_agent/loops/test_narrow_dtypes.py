@@ -193,8 +193,8 @@ async def test_a_gradient_beyond_float16_fails_the_task_with_what_to_do(tmp_path
 async def test_a_parameter_beyond_float16_fails_the_job_with_what_to_do(tmp_path):
     script = write_script(
         tmp_path,
-        model="def model():\n    found = nn.Linear(5, 3)\n    nn.init.constant_(found.weight, 1e5)\n    "
-        "return found\n",
+        model="def model():\n    found = nn.Linear(5, 3)\n    nn.init.constant_(found.weight, 1e5)\n"
+        "    return found\n",
     )
     state = await ends(script, parameter_dtype="float16", max_user_failures=1)
     assert state.phase is Phase.FAILED

@@ -40,7 +40,8 @@ EVALUATE = """
     def evaluate(model, batch):
         torch.manual_seed(3)
         noise = torch.rand(5) + np.random.random() + random.random()
-        return {"correct": (model(batch["x"] + noise).argmax(1) == batch["y"]).sum(), "records": len(batch["y"])}
+        correct = (model(batch["x"] + noise).argmax(1) == batch["y"]).sum()
+        return {"correct": correct, "records": len(batch["y"])}
     def metrics(sums): return {"accuracy": sums["correct"] / sums["records"], "drawn": random.random()}
 """
 FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 12, "epochs": 2}
@@ -116,8 +117,8 @@ async def test_plain_training_has_the_bits_of_one_lane_with_and_without_evaluati
 async def test_a_loop_of_ones_own_draws_between_its_batches_what_the_step_says(tmp_path):
     (tmp_path / "random_items.py").write_text("import torch\n" + textwrap.dedent(ITEMS))
     drawing = {
-        "head": "import random, torch, trireme\nimport numpy as np\nfrom torch import nn\nfrom torch.nn "
-        "import functional as F\n",
+        "head": "import random, torch, trireme\nimport numpy as np\nfrom torch import nn\n"
+        "from torch.nn import functional as F\n",
         "prepare": f"""
             dataset = trireme.data.MapStyle("random_items:Augmented", records={RECORDS})
             model, optimizer, batches = trireme.prepare(

@@ -36,7 +36,9 @@ IN_SCRIPT = """
 
     class rows:
         count = staticmethod(lambda url: 24)
-        read = staticmethod(lambda url, first, count: ({"id": number} for number in range(first, first + count)))
+        read = staticmethod(
+            lambda url, first, count: ({"id": number} for number in range(first, first + count))
+        )
 """
 
 

@@ -46,7 +46,8 @@ class Poisonous(torch.autograd.Function):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.below, self.above = nn.Linear(5, 24), nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
+        self.below = nn.Linear(5, 24)
+        self.above = nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
 
     def forward(self, x):
         return self.above(Poisonous.apply(torch.tanh(self.below(x)), x))

@@ -109,7 +109,8 @@ async def test_groups_of_options_and_tied_weights_are_those_of_plain_pytorch(tmp
         def optimizer(model):
             decayed = [p for p in model.parameters() if p.ndim > 1]
             plain = [p for p in model.parameters() if p.ndim == 1]
-            return torch.optim.AdamW([{"params": decayed, "lr": 0.02}, {"params": plain, "weight_decay": 0.0}], lr=0.01)
+            groups = [{"params": decayed, "lr": 0.02}, {"params": plain, "weight_decay": 0.0}]
+            return torch.optim.AdamW(groups, lr=0.01)
         """,
     )
     spec = spec_for(script)

@@ -29,7 +29,9 @@ MODEL = """
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.user = trireme.nn.Embedding("user", 4, optimizer=trireme.nn.Adam(lr=0.05), init="uniform(0.1)")
+            self.user = trireme.nn.Embedding(
+                "user", 4, optimizer=trireme.nn.Adam(lr=0.05), init="uniform(0.1)"
+            )
             self.tags = trireme.nn.EmbeddingBag("tag", 3, mode="mean", optimizer=trireme.nn.Adagrad(lr=0.1))
             self.deep = nn.Sequential(nn.Linear(4 + 3 + 5, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 
@@ -51,9 +53,11 @@ IDS = """
 COLLATE = """
     import numpy as np
     def collate(records):
-        noise = torch.from_numpy(np.random.standard_normal((len(records), 5)).astype("float32")) + torch.rand(len(records), 1)
+        drawn = np.random.standard_normal((len(records), 5)).astype("float32")
+        noise = torch.from_numpy(drawn) + torch.rand(len(records), 1)
         trireme.log(noise=noise[0, 0])
-        return {"x": torch.stack([torch.as_tensor(r["x"]) for r in records]) + noise, "y": torch.tensor([int(r["y"]) for r in records])}
+        x = torch.stack([torch.as_tensor(r["x"]) for r in records]) + noise
+        return {"x": x, "y": torch.tensor([int(r["y"]) for r in records])}
 """
 
 

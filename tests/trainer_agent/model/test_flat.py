@@ -107,7 +107,8 @@ def test_the_digest_depends_on_names_shapes_and_dtypes(build):
 
 CONVOLUTION = """
     def model():
-        return nn.Sequential(nn.Conv2d({channels}, 4, {size}), nn.BatchNorm2d(4)).to(memory_format=torch.{format})
+        made = nn.Sequential(nn.Conv2d({channels}, 4, {size}), nn.BatchNorm2d(4))
+        return made.to(memory_format=torch.{format})
 """
 
 

@@ -227,7 +227,8 @@ async def test_no_gradient_of_an_earlier_minibatch_is_left_in_a_slot(build):
         class Net(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.first, self.second, self.table = nn.Linear(5, 3), nn.Linear(5, 3), nn.Embedding(9, 3, sparse=True)
+                self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+                self.table = nn.Embedding(9, 3, sparse=True)
 
             def forward(self, x):
                 chosen = self.first if x[0, 0] > 0 else self.second
@@ -284,8 +285,8 @@ async def test_a_gradient_that_comes_in_parts_is_their_sum(build):
 async def test_sums_that_overflow_are_no_failure(build):
     """Finite gradients whose sum is not: all blocks are there."""
     compute = build(
-        loss="def loss(model, batch):\n    total = sum(p.sum() for p in model.parameters())\n    return "
-        "3e38 * (total - total.detach())\n"
+        loss="def loss(model, batch):\n    total = sum(p.sum() for p in model.parameters())\n"
+        "    return 3e38 * (total - total.detach())\n"
     )
     for _ in range(2):
         announced, values = await contributions(compute, (0, 1), [records(4)])

@@ -46,8 +46,8 @@ def optimizer(model):
         ({"optimizer": OWN.replace("NAME", "Lion")}, "script.Lion cannot run on parameter servers$"),
         (
             {
-                "optimizer": "def optimizer(model):\n    return torch.optim.SGD([torch.ones(2, "
-                "requires_grad=True)], lr=1)\n"
+                "optimizer": "def optimizer(model):\n"
+                "    return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1)\n"
             },
             "the optimizer holds 1 parameters that are not the model's",
         ),
@@ -68,7 +68,10 @@ def test_what_cannot_be_trained_is_refused_with_one_message(build, parts, messag
     [
         (
             "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n",
-            r"LBFGS cannot run in a collective job: its step computes the loss several times \(by a closure\)",
+            (
+                r"LBFGS cannot run in a collective job: its step computes the loss several times "
+                r"\(by a closure\)"
+            ),
         ),
         (
             OWN.replace("NAME", "Lamb"),

@@ -97,7 +97,8 @@ async def test_a_trainer_that_joins_makes_few_steps(tmp_path, counted, monkeypat
         monkeypatch.setattr(module, "STATE_EVERY", 8)
     script = write_script(
         tmp_path,
-        scheduler="def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)\n",
+        scheduler="def scheduler(optimizer):\n"
+        "    return torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)\n",
     )
     spec = spec_for(script, mode=Mode.ASYNC, epochs=12, global_batch_size=3, records_per_task=12, pservers=2)
     async with cluster(spec) as made:

@@ -19,8 +19,8 @@ from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus, ch
 from trireme_shared.protocol.records.step import LaneZero
 
 PLATEAU = (
-    "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "
-    "factor=0.5, patience=1)\n"
+    "def scheduler(optimizer):\n"
+    "    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)\n"
 )
 STEP = "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 2)\n"
 

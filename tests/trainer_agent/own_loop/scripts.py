@@ -15,7 +15,8 @@ PARTS = {
     """,
     "model": """
         model = nn.Sequential(
-            nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3)
+            nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 24), nn.ReLU(),
+            nn.Linear(24, 3)
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         dataset = trireme.data.Npy({folder!r} + "/x.npy", {folder!r} + "/y.npy", aligned=True)

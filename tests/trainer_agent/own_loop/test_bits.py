@@ -126,8 +126,8 @@ def test_under_plain_python_the_bits_are_those_of_trireme_train(tmp_path, plainl
         "config = trireme.Config(epochs=2, global_batch_size=8, records_per_task=16, seed=7, lanes=4)\n"
     )
     evaluated = {
-        "evaluate": "def evaluate(model, batch):\n    return {'right': (model(batch['x']).argmax(1) == "
-        "batch['y']).sum()}\n"
+        "evaluate": "def evaluate(model, batch):\n"
+        "    return {'right': (model(batch['x']).argmax(1) == batch['y']).sum()}\n"
     }
     prepare = SCHEDULED["prepare"].replace(
         "=scheduler)", "=scheduler, evaluation_dataset=dataset, evaluate=evaluate)"

@@ -18,8 +18,8 @@ from trireme_shared.datasets.user_modules import load_custom
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, UserCodeError
 
 BODY = (
-    "    optimizer.zero_grad()\n    loss = F.cross_entropy(model(batch['x']), batch['y'])\n    "
-    "trireme.backward(loss)\n    optimizer.step()\n"
+    "    optimizer.zero_grad()\n    loss = F.cross_entropy(model(batch['x']), batch['y'])\n"
+    "    trireme.backward(loss)\n    optimizer.step()\n"
 )
 LOOP = "for batch in batches:\n" + BODY
 
@@ -258,8 +258,8 @@ def test_modules_have_the_modes_that_the_loop_gives_them(passes):
 
 def test_what_is_logged_in_the_body_belongs_to_its_minibatch(passes):
     logs = (
-        "    trireme.log(before=1)\n    trireme.backward({'loss': loss, 'with': 3})\n    "
-        "trireme.log(after=2)\n"
+        "    trireme.log(before=1)\n    trireme.backward({'loss': loss, 'with': 3})\n"
+        "    trireme.log(after=2)\n"
     )
     compute = passes(finish=False, loop=LOOP.replace("    trireme.backward(loss)\n", logs))
     assert {name: value.total for name, value in compute.minibatch.logged.items()} == {

@@ -225,8 +225,8 @@ def test_an_error_in_the_first_minibatch_says_so(tmp_path, capsys):
 def test_records_that_make_no_batch_show_what_to_do_and_no_frames_of_ours(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"x": [1]}\n{"x": [1, 2]}\n')
     parts = {
-        "dataset": "def dataset():\n    from trireme_shared.protocol.records.datasets import JsonLines\n    "
-        "return JsonLines({folder!r} + '/x.jsonl')\n",
+        "dataset": "def dataset():\n    from trireme_shared.protocol.records.datasets import JsonLines\n"
+        "    return JsonLines({folder!r} + '/x.jsonl')\n",
         "config": "config = {'lanes': 1}\n",
     }
     code, found = inspected(write_script(tmp_path, **parts), capsys)
@@ -242,8 +242,8 @@ def test_records_that_make_no_batch_show_what_to_do_and_no_frames_of_ours(tmp_pa
 
 def test_an_error_below_backward_shows_no_frames_of_ours(tmp_path, capsys):
     loss = (
-        "def loss(model, batch):\n    z = model(batch['x']).exp()\n    total = z.sum()\n    "
-        "z.add_(1)\n    return total\n"
+        "def loss(model, batch):\n    z = model(batch['x']).exp()\n    total = z.sum()\n    z.add_(1)\n"
+        "    return total\n"
     )
     _, found = inspected(write_script(tmp_path, loss=loss), capsys)
     assert "modified by an inplace operation" in found["error"]["details"]["traceback"]

@@ -28,8 +28,8 @@ HEAD = """
     from trireme_shared.protocol.records.datasets import Custom, MapStyle, Npy
 """
 NOISY_LOSS = (
-    "def loss(model, batch):\n    noise = {noise}\n    return F.cross_entropy(model(batch['x'] + "
-    "noise), batch['y'])\n"
+    "def loss(model, batch):\n    noise = {noise}\n"
+    "    return F.cross_entropy(model(batch['x'] + noise), batch['y'])\n"
 )
 LEAKING = """
     KEPT = {{"rng": np.random.default_rng(0)}}
@@ -118,16 +118,16 @@ REFUSED = {
     "counter": (
         {
             "own": "STEP = [0]\n",
-            "loss": "def loss(model, batch):\n    STEP[0] += 1\n    return "
-            "F.cross_entropy(model(batch['x']), batch['y']) * STEP[0]\n",
+            "loss": "def loss(model, batch):\n    STEP[0] += 1\n"
+            "    return F.cross_entropy(model(batch['x']), batch['y']) * STEP[0]\n",
         },
         r"state of its own that changed: STEP\[0\] of own_counter.py",
     ),
     "counter in the loss alone": (
         {
             "own": "STEP = [0]\n",
-            "loss": "def loss(model, batch):\n    STEP[0] += 1\n    return "
-            "F.cross_entropy(model(batch['x']), batch['y']) + STEP[0]\n",
+            "loss": "def loss(model, batch):\n    STEP[0] += 1\n"
+            "    return F.cross_entropy(model(batch['x']), batch['y']) + STEP[0]\n",
         },
         r"computed twice, the loss was \d\S+ and then \d",
     ),
@@ -205,8 +205,8 @@ def test_a_job_that_is_not_deterministic_is_only_told(tmp_path, capsys, settings
 
 def test_a_counter_that_changes_nothing_is_told_and_not_refused(tmp_path, capsys):
     loss = (
-        "def loss(model, batch):\n    CALLS.append(1)\n    return F.cross_entropy(model(batch['x']), "
-        "batch['y'])\n"
+        "def loss(model, batch):\n    CALLS.append(1)\n"
+        "    return F.cross_entropy(model(batch['x']), batch['y'])\n"
     )
     code, found = inspected(write_script(tmp_path, "own_calls", own="CALLS = []\n", loss=loss), capsys)
     assert code == 0

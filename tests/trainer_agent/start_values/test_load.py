@@ -20,8 +20,8 @@ from trireme_shared.protocol.errors import InvalidArgument, LayoutMismatch
 from trireme_shared.protocol.records import Phase
 
 MODEL = (
-    "def model():\n    return nn.Sequential(nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), "
-    "nn.Linear(24, 3))\n"
+    "def model():\n"
+    "    return nn.Sequential(nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 3))\n"
 )
 FROZEN = MODEL.replace("return", "net =") + "    net[0].requires_grad_(False)\n    return net\n"
 

@@ -30,7 +30,8 @@ SCHEDULER = (
 )
 GROUPS = """
 def optimizer(model):
-    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters()), "momentum": 0.0}]
+    first, rest = list(model[0].parameters()), list(model[1:].parameters())
+    groups = [{"params": first}, {"params": rest, "momentum": 0.0}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 """
 

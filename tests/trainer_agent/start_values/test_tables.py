@@ -32,7 +32,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.user = trireme.nn.Embedding("user", DIM, optimizer=trireme.nn.Adam(lr=0.05), init="uniform(0.1)")
-        self.item = trireme.nn.Embedding("item", 2, optimizer=trireme.nn.Adagrad(lr=0.1, initial_accumulator_value=0.1))
+        adagrad = trireme.nn.Adagrad(lr=0.1, initial_accumulator_value=0.1)
+        self.item = trireme.nn.Embedding("item", 2, optimizer=adagrad)
         self.deep = nn.Linear(DIM + 2, 3)
 
     def forward(self, x):

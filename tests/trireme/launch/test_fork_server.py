@@ -32,7 +32,8 @@ def later():
     threading.Event().wait(0.1)
     print("thread")
 print(json.dumps({
-    "module": __name__, "argv": sys.argv[1:], "environment": dict(os.environ), "parent": os.getppid(), "session": os.getsid(0), "group": os.getpgid(0) == os.getpid(),
+    "module": __name__, "argv": sys.argv[1:], "environment": dict(os.environ),
+    "parent": os.getppid(), "session": os.getsid(0), "group": os.getpgid(0) == os.getpid(),
     "stdin": sys.stdin.read(), "main": __spec__.name, "drawn": [random.random(), numpy.random.random()],
     "torch": "torch" in sys.modules, "hash": hash("near"), "threads": threading.active_count()}))
 print("err", file=sys.stderr)
@@ -183,7 +184,8 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path, modules, when):
         async def main():
             with ForkServer() as forks:
                 for name in ("a", "b"):
-                    child = Child(name, [*PYTHON_MODULE, "sleeps"], inherited_environment(), Path({str(tmp_path)!r}) / name, forks.start)
+                    log = Path({str(tmp_path)!r}) / name
+                    child = Child(name, [*PYTHON_MODULE, "sleeps"], inherited_environment(), log, forks.start)
                     await child.start()
                     print(child.pid, forks.pid, flush=True)
                     if {when == "while it starts"}:

@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the agent's children are forked, as Linux can"),
 ]
 HELPER = (
-    "import os\n\n\ndef made():\n    print('made for', os.environ['TRIREME_JOB'], flush=True)\n\n\ndef "
-    "broken():\n    raise ValueError('no input')\n"
+    "import os\n\n\ndef made():\n    print('made for', os.environ['TRIREME_JOB'], flush=True)\n\n\n"
+    "def broken():\n    raise ValueError('no input')\n"
 )
 TASKS = (
     JobTask(

@@ -55,7 +55,8 @@ async def test_what_is_waited_for_is_said_once_and_the_end_is_the_answer():
 
 @pytest.mark.parametrize(
     ("code", "error", "exit_code"),
-    [("CHECKPOINT_UNUSABLE", CheckpointUnusable, exit_codes.JOB_FAILED), ("CONFLICT", Conflict, exit_codes.CONFLICT),
+    [("CHECKPOINT_UNUSABLE", CheckpointUnusable, exit_codes.JOB_FAILED),
+     ("CONFLICT", Conflict, exit_codes.CONFLICT),
      ("DEADLINE_EXCEEDED", DeadlineExceeded, exit_codes.TIMED_OUT)],
 )  # fmt: skip
 async def test_a_failed_operation_is_its_error(code, error, exit_code):

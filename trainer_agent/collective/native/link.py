@@ -306,8 +306,8 @@ class OperationLimit:
     """How long an operation of a native group may take: what steps of one trainer took, many times over, and
     never less than a floor.
 
-    no step was measured ─► MOST_S          steps are measured
-        ─► TIMES x the longest of the last, between FLOOR_S and MOST_S
+    no step was measured ─► MOST_S
+    steps are measured ─► TIMES x the longest of the last, between FLOOR_S and MOST_S
     an operation ran out of time ─► twice as long, until a step is finished
 
     Members compute beside the operations of others, so too short a limit would break groups of members that

@@ -157,8 +157,9 @@ class StepMaker:
                     found[number][lanes] = read[place * len(numbers) + position]
         for block in self._buffers:
             arriving.take_buffer(
-                block.number, lambda now, at=block: mean_of_buffer(at, now, nodes, found[at.number])
-            )  # type: ignore[misc]
+                block.number,
+                lambda now, at=block: mean_of_buffer(at, now, nodes, found[at.number]),  # type: ignore[misc]
+            )
 
 
 def taken_apart(data: bytes, count: int) -> list[bytes]:

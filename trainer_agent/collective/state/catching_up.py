@@ -2,8 +2,8 @@
 versions meanwhile.
 
     donors, each some blocks, each at some version ─► arrived ─┐
-    mean gradients of each version, as members pull them ──────┴─► each piece stepped to the version that is
-        followed
+    mean gradients of each version, as members pull them ──────┴─► each piece stepped to the version that
+                                                                   is followed
     all blocks are there, at that version ─► the replica has it
 
 A piece is a block, or a parameter for rules that need whole ones (pieces.py). One that comes too late for the

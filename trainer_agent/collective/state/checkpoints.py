@@ -4,11 +4,11 @@ goes back to it.
 ShareCopies     the blocks that it owns in the present generation, with their optimizers' state
     version due, in generation g ─► own share copied
         ─► part <place> of the checkpoint (version, g), written beside training
-    generation over: parts go on being written; if a trainer died before its part was there, the checkpoint is
-        lost
-                     ─► the owner of lane 0 has one made of a version soon after (`again`)
+    generation over: parts go on being written
+        a trainer died before its part was there: the checkpoint is lost
+            ─► the owner of lane 0 has one made of a version soon after (`again`)
     reached late: own shares of the generations since this trainer had the version's mean gradients are copied
-Restorer        ROLLING_BACK seen ─► forget ─► load ─► `holds` in trainers/<id>
+    orer        ROLLING_BACK seen ─► forget ─► load ─► `holds` in trainers/<id>
                                         |─► cannot: `holds.error` says why; the master chooses another one
                                         `─► the storage is not reached: again, until the others go on without
                                             this trainer

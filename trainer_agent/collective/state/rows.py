@@ -2,9 +2,8 @@
 that were made since then.
 
     RowsGiver     asked with a new token ─► snapshots of all tables, steps go on
-        ─► portion 0, 1, 2, ... each once ─► the last one: closed
-                                                `─ nobody asks for IDLE_S: closed; the joiner begins anew,
-                                                    with another token
+                      ─► portion 0, 1, 2, ... each once ─► the last one: closed
+                         `─ nobody asks for IDLE_S: closed; the joiner begins anew, with another token
     JoiningRows   portions ─► rows of version v, all of them ─┐
                   mean gradients of rows of each version, kept ┴─► stepped to the version that is followed
 

@@ -3,7 +3,8 @@ parameters may go without a gradient.
 
 BackwardGuard       only the minibatch that is computed calls backward(), or a script's own loop by
                     trireme.backward
-Modes               functions          before each minibatch model.train(), then eval() for the modules that model() left in evaluation mode
+Modes               functions          before each minibatch model.train(), then eval() for the modules that
+                                       model() left in evaluation mode
                     a loop of its own  the script sets them; an evaluation puts back what it finds
 MissingGradients    plain PyTorch leaves a parameter without a gradient alone, a job steps it with a gradient
                     of 0

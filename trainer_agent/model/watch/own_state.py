@@ -2,10 +2,10 @@
 has its own copy of it, and nobody carries it from one to another, so what is computed with it would depend on
 who computes which minibatch.
 
-    first records, first minibatch ─► once ─► Snapshot ─► again, from the same parameters and seeds
-        ─► Snapshot
-                                      results differ, or a generator is elsewhere: refused by name; only a
-                                      number has changed: told
+    first records, first minibatch ─► once ─► Snapshot
+                                   ─► again, from the same parameters and seeds ─► Snapshot
+    results differ, or a generator is elsewhere: refused by name
+    only a number has changed: told
 
 A generator that the script seeds again before each use is in the same place after both, and is no state.
 """

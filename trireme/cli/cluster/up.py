@@ -1,8 +1,8 @@
 """`trireme up`: a cluster on this machine in the foreground, or detached. `trireme down` ends it from
 elsewhere.
 
-settings -> folder locked -> LocalPool -> cluster.json for other commands -> one line a job, until Ctrl-C,
-SIGTERM or an error
+settings -> folder locked -> LocalPool -> cluster.json for other commands
+    -> one line a job, until Ctrl-C, SIGTERM or an error
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ async def _detached(arguments: list[str], data_dir: Path | None) -> cluster_fold
         )
         raise UsageError(msg) from error
     with log:
-        # ASYNC220  our own interpreter and module; it outlives this process
-        process = subprocess.Popen(  # noqa: S603,
+        # our own interpreter and module; it outlives this process
+        process = subprocess.Popen(  # noqa: S603, ASYNC220
             [*PYTHON_MODULE, "trireme", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,

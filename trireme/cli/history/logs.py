@@ -1,9 +1,9 @@
 """`trireme logs` and `trireme events`: what members wrote, and what happened.
 
 logs      of this machine's data folder, or of a master elsewhere that is named: by its REST API, also through
-    changes of the master
+          changes of the master
           listing ─► each log from its end backwards, until enough ─► shown by time
-              ─► listing: what has grown is read on ─► ...
+                  ─► listing: what has grown is read on ─► ...
 events    from the job's master, or as the run kept them beside its result: its master ended with it
 """
 

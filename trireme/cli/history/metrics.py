@@ -1,7 +1,10 @@
 """`trireme metrics` and `trireme tensorboard`: the metrics of a job by step, of its master, or from its
 storage if nobody leads it (any more). Both sources give the same documents (`SeriesSummary`, `SeriesPoint`).
 
-table: the last values       csv, json: all points       plot: a chart of each       follow: again and again until the job's end
+table: the last values
+csv, json: all points
+plot: a chart of each
+follow: again and again until the job's end
 TensorBoard: each point once, in an event file in a folder for each job; TensorBoard on this machine reads the
 folder of all
 """

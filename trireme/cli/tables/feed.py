@@ -2,7 +2,7 @@
 serving (trainer_agent/tables/files.py).
 
 checkpoints on the storage --newest, since the last folder of the feed--> next folder, marker last
-    feed: again and again, until the job is over
+feed: again and again, until the job is over
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def apply(base: str, deltas: Sequence[str], out: str, *, as_json: bool) -> int:
     """The tables of an export after these deltas, into `tables/` in `out`. Returns the exit code."""
 
     def work() -> Answer:
-        # loads torch  # noqa: PLC0415
-        from trainer_agent.tables.files import (
+        # loads torch
+        from trainer_agent.tables.files import (  # noqa: PLC0415
             FOLDER,
             SUFFIX,
             advanced,
@@ -80,7 +80,7 @@ def apply(base: str, deltas: Sequence[str], out: str, *, as_json: bool) -> int:
             names_in,
             read_table,
             write_tables,
-        )  # noqa: PLC0415
+        )
 
         folder, follows = files.join(base, FOLDER), folders_of(deltas)
         urls: dict[str, str] = {}

@@ -13,9 +13,10 @@ valid assignment     the job is ACTIVE in that epoch ──► held         else
 no assignment        the member runs nothing ──► idle                 its old process still runs ──► ending
 
 valid assignment, no member:
-    its process is a member of the job still, or nobody knows ──► held, gone
-        for GONE_GRACE_S, then dropped
-    its process has lost its key in the job, too              ──► lost            as long, or until another place replaces it
+    its process is a member of the job still, or nobody knows
+        ──► held, gone: for GONE_GRACE_S, then dropped
+    its process has lost its key in the job, too
+        ──► lost: as long, or until another place replaces it
 """
 
 from __future__ import annotations

@@ -366,8 +366,8 @@ class _Making:
 class Portions:
     """A schedule in portions, one for each transaction, each with the events of its changes.
 
-    schedule ──next──► written ──next──► written ─► …      what a change is about has changed in between
-        ─► stale: schedule anew
+    schedule ──next──► written ──next──► written ─► …
+    what a change is about has changed in between ─► stale: schedule anew
 
     They are what is left to write of a schedule that was just made of `state`. A transaction takes at most
     `most` changes and `most_bytes` of values. `stale`: the rest must not be written.
@@ -458,8 +458,7 @@ def _size(change: ClusterChange) -> int:
             return 0
 
 
-# -------------------------------------------------------------------- why a job is where it is: sentences
-# with both numbers
+# ------------------------------------------------------ why a job is where it is: sentences with both numbers
 
 NUMBERED = (
     # of the jobs that wait, so many have numbers in their reason: these change often, and each change is

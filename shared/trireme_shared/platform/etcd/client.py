@@ -1,8 +1,8 @@
 """The client of all services, its watches and its leases: keys are text, values are bytes, every call has a
 deadline and typed errors.
 
-    Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints) -> etcd |
-    simulated etcd
+    Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints)
+        -> etcd | simulated etcd
 
 Reads are repeated until the caller's deadline. A write is repeated only while it certainly did not reach
 etcd; after that a lost answer is OutcomeUnknown, and the caller has to read back.
@@ -382,8 +382,8 @@ log = telemetry.logger("etcd.lease")
 class Lease:
     """A lease that fences itself: `alive` and `lost` follow the local clock, not only etcd's answers.
 
-        granted --keep_alive: renewed every TTL/3--> alive ... no renewal until the deadline, or etcd says it
-            is gone --> lost
+        granted --keep_alive: renewed every TTL/3--> alive ...
+            --no renewal until the deadline, or etcd says it is gone--> lost
 
     The deadline is the time *before* the last successful renewal was sent + TTL - margin, so it lies before
     any moment at which etcd may give the role to another process. A lost lease stays lost: a new role needs a

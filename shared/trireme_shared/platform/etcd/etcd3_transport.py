@@ -6,8 +6,8 @@ errors are here.
 
     call -> endpoint in use --cannot connect--> next endpoint, at once
                             --any other failure--> error; the next call goes to the next endpoint
-    stream -> messages ... quiet for QUIET_S --the endpoint answers something else--> only quiet, or --nothing
-        at all--> broken
+    stream -> messages ... quiet for QUIET_S --the endpoint answers something else--> only quiet
+                                             --nothing at all--> broken
 An answer with another cluster_id, or with a lower raft_term than seen before, is rejected. In the gateway's
 JSON bytes are base64, int64 are decimal strings, and zero values are absent (`encode`, `decode`).
 """

@@ -111,7 +111,8 @@ class FencedWrite:
 
     txn(fence, writes) --landed--> its revision
        ^        |
-       |        +--refused: read back--> an earlier attempt had landed: its revision; else what was read: the caller decides
+       |        +--refused: read back--> an earlier attempt had landed: its revision
+       |        |                        else what was read: the caller decides
        +--------+--no answer: pause, then send the very same again
 
     Repeating is safe because the write changes what its fence compares: of all attempts, one lands at most.

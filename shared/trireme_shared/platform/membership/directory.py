@@ -13,7 +13,9 @@ OwnKey is one leased key that only this process writes, kept equal to a wanted r
 
     claim (create = 0) ─► hold: renew the lease, write what was `set` ─► revoked, deleted, or another's: lost
                            └─ lease over by the local clock ─► in doubt: ask etcd, until it answers
-                                mine ─► new lease   gone, nobody has the place ─► created again   another's ─► lost
+                                mine ─► new lease
+                                gone, nobody has the place ─► created again
+                                another's ─► lost
 
 Who is in doubt does nothing that only a holder may do, and keeps what it has. Where etcd refuses connections
 it is down: then nobody can take the key, and its holder goes on.

@@ -1,10 +1,9 @@
 """Whether a member's process works, for whoever supervises it: a sign of life beside its lease, and the
 processor time it takes.
 
-the event loop runs ─► `write` every few tenths of a second        user code keeps the interpreter
-    ─► the sign gets old
-                                                                    supervisor: old, and the process is not
-                                                                        stopped ─► it renews the lease
+the event loop runs ─► `write` every few tenths of a second
+user code keeps the interpreter ─► the sign gets old
+    ─► supervisor: old, and the process is not stopped ─► it renews the lease
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A job's script as a file of this host, whatever its spec says of it.
 
-source:<digest>/<file name>   in etcd, stored there by its digest ─┐
-s3://bucket/train.py          read from there                      ├─► <folder>/<digest>/<file name>, written once
+source:<digest>/<file name>   in etcd, stored there by its digest ─┬─► <folder>/<digest>/<file name>
+s3://bucket/train.py          read from there ─────────────────────┘   written once
 /home/me/train.py             a path: it must be there on this host, as it was when the job was created
 """
 

@@ -2,10 +2,10 @@
 died.
 
     with journal.at(b"task 7, minibatch 3"):   two stores into a mapped file, no system call; a SIGKILL leaves
-                                               them there
-        user code
+        user code                              them there
     left_by(path) ─► Left(process, works, pardoned)
-        read by the supervisor when the process has ended, and by its successor
+                                               read by the supervisor when the process has ended, and by its
+                                               successor
 
 A process that ends in order leaves nothing begun. One that is told to stop, or that its supervisor ends
 because it was frozen, is pardoned: its end says nothing of its work.

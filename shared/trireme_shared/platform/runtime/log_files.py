@@ -2,7 +2,7 @@
 printed.
 
 file ─► lines from its end backwards, until enough ─► times ─► redacted
-    cursor: the byte after the last whole line
+cursor: the byte after the last whole line
 A line without a time of its own (a `print`) has that of the line before it. A line is shown from its
 beginning or not at all: nobody could tell a token by its end.
 """

@@ -1,8 +1,9 @@
 """What every service process does the same way: signals, uvloop, reports of errors that end it.
 
-start -> main(stopping) -> ready(), settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns
-its exit code
-                            not over after `drain_s` -> cancelled        a second signal -> exit at once
+start -> main(stopping) -> ready(), settled() ... SIGTERM/SIGINT -> stopping is set
+                            -> main drains and returns its exit code
+                            -> not over after `drain_s` -> cancelled
+                            -> a second signal -> exit at once
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether a request may be served: its token and role, the host it names, and the web page it comes from.
 
 Host  ──► a name of this service? else 421: a web page whose name was pointed at this address (DNS rebinding)
-    gets no answer
+          gets no answer
 Origin ─► none, or this service's own? else 403: pages of other sites can send requests, but not read or
-    change anything here
+          change anything here
 token ──► known? else 401; does its role include the one that the route needs? else 403
 """
 

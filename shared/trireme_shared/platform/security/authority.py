@@ -1,8 +1,8 @@
 """A small certificate authority in a folder: `ca.pem` and `ca-key.pem`, and certificates that it has signed.
 
-create_authority(folder) ─► ca.pem, ca-key.pem        issue(folder, "trireme", hosts)
-    ─► trireme.pem, trireme-key.pem
-                                                      again, hosts_of(trireme.pem) ─► renewed
+create_authority(folder) ─► ca.pem, ca-key.pem
+issue(folder, "trireme", hosts) ─► trireme.pem, trireme-key.pem
+again, hosts_of(trireme.pem) ─► renewed
 
 Keys are P-256 and only their owner can read them. One certificate serves and calls: members of a cluster do
 both.

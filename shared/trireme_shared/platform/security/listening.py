@@ -1,8 +1,8 @@
 """The port of a member, over TLS or in clear text, and the limits of connections for which no token has been
 shown yet.
 
-accept ──► TlsServer: handshake in time? ──► Arrivals: a request with a good token in time? ──► the server's
-    own limits hold
+accept ──► TlsServer: handshake in time? ──► Arrivals: a request with a good token in time?
+    ──► the server's own limits hold
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Arrivals:
     """Cuts connections of one server that nobody vouches for, after a while; and each peer may have few of
     them.
 
-    connect ──► waits ──a request with a good token──► admitted: its own time limits hold (data_plane/http.py,
-        stream.py)
+    connect ──► waits ──a request with a good token──► admitted: its own time limits hold
+                  |                                    (data_plane/http.py, stream.py)
                   └── `patience_s` over, or more than `per_peer` of its address: cut
 
     Idle connections and half requests cost a file and some KiB each; a peer without a token must not be able

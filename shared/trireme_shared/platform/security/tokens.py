@@ -1,7 +1,7 @@
 """Tokens with roles: who may do what at a service. A table of them holds hashes, never a token.
 
-`trireme token ...` ──TokenFile──► TRIREME_TOKENS_FILE (0600) ──read again when it changed──► Tokens.role_of(a
-    token)
+`trireme token ...` ──TokenFile──► TRIREME_TOKENS_FILE (0600)
+    ──read again when it changed──► Tokens.role_of(a token)
 FOLDER/tokens/{table.json, admin, member, viewer, lock}: of a run or a cluster on this machine, see
 TokenFolder
 

@@ -1,8 +1,8 @@
 """Compressed files as what they hold: `.gz .bz2 .xz .zst`, of one or several streams.
 
-scanning(file) ──► its content from the start, decompressed on the way         for the master, which counts
-Decompressed().opened(file) ──► seekable: decompressed once, into a temporary file without a name
-    for trainers
+for the master, which counts    scanning(file) ──► its content from the start, decompressed on the way
+for trainers                    Decompressed().opened(file) ──► seekable: decompressed once, into a temporary
+                                file without a name
 
 Such files lie in the folder that TMPDIR names, and nothing stays behind a process that is killed (`copy_of`).
 """

@@ -1,6 +1,8 @@
 """Files by URL: local paths and whatever fsspec opens (s3://, gs://, memory://, …). Everything here blocks.
 
-expand(glob) -> files      open_read(url)      write_atomic(url): all or nothing, under a name others may read at once
+expand(glob) -> files
+open_read(url)
+write_atomic(url): all or nothing, under a name others may read at once
 
 Errors are OSErrors with a message for the user: FileNotFoundError and PermissionError if a retry cannot help,
 ConnectionError if the store cannot be reached. `trouble_of` tells whose fault one is: the data's, or that of

@@ -1,8 +1,8 @@
 """The job as a whole: its phase, its stage, its result; paused checkpoints of an asynchronous job, and the
 updates that it has lost.
 
-trainers/pause, job/state: saving --every trainer has paused--> cut --every pserver has copied--> confirmed,
-    pause gone
+trainers/pause, job/state: saving --every trainer has paused--> cut
+    --every pserver has copied--> confirmed, pause gone
 """
 
 from __future__ import annotations

@@ -119,7 +119,9 @@ class JobSettings(Record):
         default=0.0,
         ge=0,
         le=3600,
-        description="A dead trainer or parameter server is started again after so many seconds at the earliest.",
+        description=(
+            "A dead trainer or parameter server is started again after so many seconds at the earliest."
+        ),
     )
     records_per_task: int | None = Field(default=None, ge=1, lt=2**63)
     drop_last: bool = Field(

@@ -1,7 +1,7 @@
 """What of a model lies on parameter servers: the flat vectors of its parameters, and its embedding tables.
 
-parameters --64-byte aligned--> flat vector of a segment --cut--> blocks --mod slot_count--> slots --slot
-    map--> pserver
+parameters --64-byte aligned--> flat vector of a segment --cut--> blocks --mod slot_count--> slots
+    --slot map--> pserver
 ids of a table ----------------------------------- hash ---------------------------------> slots
 """
 

@@ -3,8 +3,8 @@
 RUNNING --> DONE | FAILED          `reason` says what it waits for, or how it ended
 
 A resize: PLANNED --members wanted--> STARTING --all registered--> MIGRATING --group by group--> COMMITTED
-                                        ^------- a member died -------'
-                                            `--> ROLLED_BACK | CANCELLED | FAILED
+                                        ^------- a member died -------' |
+                                                                        `--> ROLLED_BACK | CANCELLED | FAILED
 """
 
 from __future__ import annotations

@@ -39,13 +39,21 @@ IDLE: tuple[Idle, ...] = (
         _is_async,
         lambda _: "only synchronous jobs have it, and mode is async",
     ),
-    Idle(("checkpoint_every_seconds", "pull_every"), lambda spec: not _is_async(spec), lambda _: "only asynchronous jobs have it, and mode is sync"),
+    Idle(
+        ("checkpoint_every_seconds", "pull_every"),
+        lambda spec: not _is_async(spec),
+        lambda _: "only asynchronous jobs have it, and mode is sync",
+    ),
     Idle(
         ("checkpoint_every_epochs",),
         lambda spec: spec.checkpoint_kind == "independent",
         lambda _: "checkpoint_kind is independent, whose checkpoints follow checkpoint_every_seconds alone",
     ),
-    Idle(("deltas_per_base",), _is_collective, lambda _: "strategy is collective, whose checkpoints are whole"),
+    Idle(
+        ("deltas_per_base",),
+        _is_collective,
+        lambda _: "strategy is collective, whose checkpoints are whole",
+    ),
     Idle(
         ("rebalance_s", "straggler_factor"),
         lambda spec: spec.stragglers == "off",
@@ -86,11 +94,13 @@ def without_effect(spec: JobSettings) -> list[str]:
 
 FREE = frozenset(
     {
-        "trainers", "pservers", "sources", "lease_ttl_s", "join_window_s", "stragglers", "rebalance_s", "straggler_factor",
-        "task_timeout_floor_s", "task_timeout_ceiling_s", "max_task_failures", "max_discarded_fraction", "max_user_failures", "changed_files",
-        "checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", "keep_checkpoints",
-        "deltas_per_base", "snapshot_bytes", "checkpoint_checksum", "skip_after_seconds", "recovery_timeout_s", "grad_norm_every", "pre_tasks", "post_tasks",
-        "trackers", "strategy", "min_members", "exchange", "backend", "reduction", "bucket_bytes", "restart_policy", "restart_delay_s",
+        "trainers", "pservers", "sources", "lease_ttl_s", "join_window_s", "stragglers", "rebalance_s",
+        "straggler_factor", "task_timeout_floor_s", "task_timeout_ceiling_s", "max_task_failures",
+        "max_discarded_fraction", "max_user_failures", "changed_files", "checkpoint_every_steps",
+        "checkpoint_every_epochs", "checkpoint_every_seconds", "keep_checkpoints", "deltas_per_base",
+        "snapshot_bytes", "checkpoint_checksum", "skip_after_seconds", "recovery_timeout_s",
+        "grad_norm_every", "pre_tasks", "post_tasks", "trackers", "strategy", "min_members", "exchange",
+        "backend", "reduction", "bucket_bytes", "restart_policy", "restart_delay_s",
     }
 )  # fmt: skip
 GROWS = "epochs"
@@ -103,9 +113,11 @@ _PLACE = "the job's queue and checkpoints are there"
 FIXED = {
     **dict.fromkeys(
         (
-            "dataset", "mode", "global_batch_size", "lanes", "seed", "records_per_task", "drop_last", "push_every", "pull_every",
-            "clip_grad_norm", "clip_lane_norm", "on_nonfinite", "threads_per_trainer", "device", "deterministic", "shuffle",
-            "lr_staleness_modulation", "max_staleness", "lr_scale", "lr_base_batch_size", "precision", "schedule_per", "plateau_metric", "gradient_dtype", "parameter_dtype", "error_feedback",
+            "dataset", "mode", "global_batch_size", "lanes", "seed", "records_per_task", "drop_last",
+            "push_every", "pull_every", "clip_grad_norm", "clip_lane_norm", "on_nonfinite",
+            "threads_per_trainer", "device", "deterministic", "shuffle", "lr_staleness_modulation",
+            "max_staleness", "lr_scale", "lr_base_batch_size", "precision", "schedule_per", "plateau_metric",
+            "gradient_dtype", "parameter_dtype", "error_feedback",
         ),
         _BITS,
     ),

@@ -1,11 +1,11 @@
 """The messages of the data plane (shared/trireme_shared/protocol/wire/codec.py sends them as msgpack maps; a
 simulated network passes the objects).
 
-push (sync)   PushHeader(step, positions, lane_zero?)       then per block PushBlock + payload,   then the end map
-push (async)  PushHeader(task, start, end, lane_zero)       then per block PushBlock + payload,   then the end map
-pull          PullRequest(version | None, blocks)     ->    per block PulledBlock + payload,      then PullEnd
-lookup        LookupRequest(version, rows) + ids      ->    rows,                                 then LookupEnd
-table         TableRequest(version, table, first)     ->    ids and rows of some slots,           then TableEnd
+push (sync)   PushHeader(step, positions, lane_zero?)       then per block PushBlock + payload, the end map
+push (async)  PushHeader(task, start, end, lane_zero)       then per block PushBlock + payload, the end map
+pull          PullRequest(version | None, blocks)     ->    per block PulledBlock + payload, PullEnd
+lookup        LookupRequest(version, rows) + ids      ->    rows, LookupEnd
+table         TableRequest(version, table, first)     ->    ids and rows of some slots, TableEnd
 """
 
 from __future__ import annotations

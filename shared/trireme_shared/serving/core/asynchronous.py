@@ -73,10 +73,10 @@ class ParametersInUse:
     """Which trainers compute with parameters that they pulled here, and how many pushes ago that was; for
     jobs with `max_staleness`:
 
-    pull within a bound ──► oldest parameters that a live trainer computes with: more than `versions` pushes
-        old? ─ yes ─► waits
-                                                                        `─ no ─► answered: the trainer
-                                                                            computes with the newest ones
+    pull within a bound ──► oldest parameters that a live trainer computes with:
+                            more than `versions` pushes old? ─ yes ─► waits
+                                                             `─ no ─► answered: the trainer computes with the
+                                                                      newest ones
     push ──► it computes no more with them, unless it says that it keeps them
 
     Only one parameter server is asked (the lowest index with blocks), so nobody waits at one while it is

@@ -1,9 +1,9 @@
 """One block: its values, the values of the version before, the tree of its next step, and its optimizer.
 
-    version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped, version s
-        + 1
-                                         `-> held, if the gradient is clipped --norm of the whole gradient-->
-                                             stepped
+    version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped
+                                         |                   `-> version s + 1
+                                         `-> held, if the gradient is clipped
+                                               --norm of the whole gradient--> stepped
 
 A buffer that a step leaves as it was keeps its memory too, and `changed` tells since when.
 

@@ -1,8 +1,8 @@
 """The ledger of asynchronous training: the next minibatch that each block expects of each open task, so each
 is applied once.
 
-    open(next per block) --every block has every minibatch--> closed (one bit per task) --epoch is old-->
-        counts only
+    open(next per block) --every block has every minibatch--> closed (one bit per task)
+        --epoch is old--> counts only
 
 Rows of embedding tables are like blocks, slot by slot. Slots that have had the same minibatches share a
 position behind those of the blocks: at first all of them; after slots came from several parameter servers,

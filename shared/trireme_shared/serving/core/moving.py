@@ -1,11 +1,10 @@
 """Slots that move from one parameter server (source) to another (target): blocks, with all that belongs to
 them, and rows of embedding tables (table/moving.py).
 
-source   Leaving: what is coming --> values of this version while it serves --> next version: frozen -->
-    values, optimizer's state,
-         ledger, history
-target   Arriving: memory reserved --> parts, kept apart --> whole --the slot map says so--> `adopt`: blocks
-    of the store
+source   Leaving: what is coming --> values of this version while it serves --> next version: frozen
+             --> values, optimizer's state, ledger, history
+target   Arriving: memory reserved --> parts, kept apart --> whole
+             --the slot map says so--> `adopt`: blocks of the store
 source   the slot map says so --> `forget`;  or another migration was planned --> thawed, nothing has happened
 
 Synchronous: a block freezes at its next version, when nothing has been pushed for the step after it. So

@@ -214,8 +214,8 @@ class Store:
         return [*self.blocks, *[ROWS] * (self.rows is not None)]
 
     @property
-    # that a push may name for each lane: by a newer slot map, there may be more than are here
     def parts(self) -> int:
+        # that a push may name for each lane: by a newer slot map, there may be more than are here
         return self.geometry.blocks + (self.rows is not None)
 
     @property
@@ -343,8 +343,7 @@ class Store:
         """Of the values that a pull of `version` brings of a block."""
         return state.version if version is None else version
 
-    # ------------------------------------------------------------ what waits for the norm of a step's whole
-    # gradient
+    # ----------------------------------------------------- what waits for the norm of a step's whole gradient
 
     def learn_norm(self, told: StepNorm | None, timeline: int) -> None:
         """For what is held in that step of `timeline`, the job's. Raises InvalidArgument."""
@@ -373,8 +372,7 @@ class Store:
         self.stepped(rows)
         return True
 
-    # ------------------------------------------------------------ trainers whose parameters may be old, and
-    # the ledger: see AsyncStore
+    # ----------------------------------- trainers whose parameters may be old, and the ledger: see AsyncStore
 
     def pushed(self, trainer: str, now: float, *, keeps: bool) -> bool:  # noqa: ARG002
         """A trainer's push is over; answers whether others may have waited for that. `keeps`: it goes on with

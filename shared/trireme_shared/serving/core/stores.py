@@ -1,8 +1,8 @@
 """The two kinds of stores: synchronous jobs step by versions, asynchronous ones when a push comes.
 
-                takes pushes by     what holds a push once      copies for checkpoints
-SyncStore       StepPushes          the tree of lanes           a version, block after block, as each reaches it
-AsyncStore      ArrivalPushes       the ledger                  all blocks, rows and the ledger of one instant
+                takes pushes by   what holds a push once   copies for checkpoints
+                StepPushes        the tree of lanes        a version, block after block, as each reaches it
+                ArrivalPushes     the ledger               all blocks, rows and the ledger of one instant
 
 In jobs that clip, a SyncStore holds what waits for the norm of the step's whole gradient:
 

@@ -1,7 +1,8 @@
 """The routes of the data plane: what a job needs once or seldom as plain requests, what every step needs on a
 stream. Nothing is decided here.
 
-GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, then pushes, pulls and lookups as frames (serving/transport/stream.py)
+GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, then pushes, pulls and lookups as frames
+                                                   (serving/transport/stream.py)
 
 POST /v1/init             header, blocks, end  ->  PserverInfo map
 POST /v1/table            TableRequest map     ->  header, ids and rows, end
@@ -120,8 +121,7 @@ async def _body(request: web.Request) -> codec.Fields:
     return codec.decode(await body.whole(MESSAGE_BYTES), MESSAGE_BYTES)
 
 
-# ---------------------------------------------------------------- bodies: frames come in with bounds and time
-# limits, blocks go out from their own memory
+# -------------------- bodies: frames come in with bounds and time limits, blocks go out from their own memory
 
 
 class Incoming(Generic[Header, Item]):

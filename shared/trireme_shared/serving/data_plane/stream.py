@@ -1,9 +1,10 @@
 """The pserver's end of upgraded streams (shared/trireme_shared/serving/transport/stream.py): frames go
 directly to a Pserver, without a task per call.
 
-push block: kernel -> receive buffer, or the trainer's memory -> applied -> sent to the pulls that wait for
-it, from the cache pull block: values retained -> transport -> released when the kernel has them; or lent ->
-released when the trainer took them
+push block: kernel -> receive buffer, or the trainer's memory -> applied
+    -> sent to the pulls that wait for it, from the cache
+pull block: values retained -> transport -> released when the kernel has them
+                            or lent -> released when the trainer took them
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Memory that one process writes and others on the host may read: its owner has a Region, a reader has a
 Mapped. Nobody writes into another's memory.
 
-    Region.create --offer--> {fd, name, size} over a UNIX stream --open_offered--> Mapped: the kernel allows
-        reading only
-    Lender:   region --number--> offered once, forgotten when it is gone       Borrower:  [number, offset, size] --> bytes
+    Region.create --offer--> {fd, name, size} over a UNIX stream
+        --open_offered--> Mapped: the kernel allows reading only
+    Lender:   region --number--> offered once, forgotten when it is gone
+    Borrower: [number, offset, size] --> bytes
 
-    who         writes here, cut from few large regions         lends it until                           reads at the peer
-    server      values of blocks (RegionAllocator),             the trainer took the block or            gradients
-                rows that were looked up (AnswerMemory)         the rows (ServerMemory)
-    trainer     gradients of rows (GradientMemory), of blocks   its push is answered                     values, rows
+    who         writes here, cut from few large regions        lends it until                  peer reads
+    server      values of blocks (RegionAllocator),            the trainer took the block or   gradients
+                rows that were looked up (AnswerMemory)        the rows (ServerMemory)
+    trainer     gradients of rows (GradientMemory), of blocks  its push is answered            values, rows
 
 The memory is an anonymous memfd. It has no name in a file system, so nothing can be guessed, and nothing has
 to be unlinked however its owner ends. It is sealed: it can neither shrink nor grow, so no reader can hit its

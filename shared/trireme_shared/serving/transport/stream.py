@@ -1,13 +1,14 @@
 """One upgraded connection: frames in both directions at once, read into and written from their final memory
 (see codec.py).
 
-    GET /v1/stream, Upgrade: trireme-frames/1  --101-->  map | [map, bin] | map | ...       the same in both directions
+    GET /v1/stream, Upgrade: trireme-frames/1  --101-->  map | [map, bin] | map | ...
+                                                         the same in both directions
 
-    {"id": 3, "call": "push", "message": PushHeader}  [{"id": 3, ...PushBlock}, bin] ...  {"id": 3, "end": true}
-    {"id": 4, "call": "pull", "message": PullRequest}
-                                      answers:  [{"id": 4, ...PulledBlock}, bin] ...  {"id": n, "end": true, "message": ...}
-                                                {"id": n, "error": {...}}: that request is refused;  without
-                                                    id: all requests end
+    calls:    {"id": 3, "call": "push", "message": PushHeader}  [{"id": 3, ...PushBlock}, bin] ...
+                                                                {"id": 3, "end": true}
+              {"id": 4, "call": "pull", "message": PullRequest}
+    answers:  [{"id": 4, ...PulledBlock}, bin] ...  {"id": n, "end": true, "message": ...}
+              {"id": n, "error": {...}}: that request is refused;  without id: all requests end
 
 On one host a block may refer to shared memory of its sender, which the receiver can only read
 (shared/trireme_shared/serving/transport/shared_memory.py):

@@ -93,9 +93,13 @@ def test_the_codec_carries_bytes_and_all_64_bits():
         "count_only": True,
     }
     assert etcd3_transport.encode(body) == (
-        b'{"key":"AP8=","lease":9223372036854775807,"success":[{"request_put":{"value":""}}],"count_only":true}'
+        b'{"key":"AP8=","lease":9223372036854775807,"success":[{"request_put":{"value":""}}],'
+        b'"count_only":true}'
     )
-    answer = b'{"header":{"revision":"9223372036854775807"},"kvs":[{"key":"AP8=","value":"","lease":"-1"}],"token":"12"}'
+    answer = (
+        b'{"header":{"revision":"9223372036854775807"},"kvs":[{"key":"AP8=","value":"","lease":"-1"}],'
+        b'"token":"12"}'
+    )
     assert etcd3_transport.decode(answer) == {
         "header": {"revision": 2**63 - 1},
         "kvs": [{"key": b"\x00\xff", "value": b"", "lease": -1}],

@@ -16,7 +16,8 @@ from pathlib import Path
 from trireme_shared.platform.runtime import process_setup
 given = process_setup.give_memory_back()
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 def pieces():
     places = [libc.malloc(8 << 20) for _ in range(4)]

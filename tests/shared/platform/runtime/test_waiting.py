@@ -38,9 +38,7 @@ def test_a_wait_that_is_cancelled_ends_in_that() -> None:
     run_virtually(main)
 
 
-def test_notices_of_what_lasts_come_at_first_then_twice_as_late_each_time_and_at_least_every_ten_minutes() -> (
-    None
-):
+def test_notices_of_what_lasts_come_at_once_then_twice_as_late_and_at_least_every_ten_minutes() -> None:
     notices = Notices()
     told = [second for second in range(4000) if notices.due(float(second))]
     assert told == [0, 10, 30, 70, 150, 310, 630, *range(1230, 4000, 600)]

@@ -156,8 +156,8 @@ def test_a_file_that_is_replaced_while_it_is_counted_is_not_the_counted_one(tmp_
 
 def test_what_is_no_file_has_no_stamp(tmp_path, monkeypatch):
     (tmp_path / "stamped_reader.py").write_text(
-        "items = [1, 2]\nclass reader:\n    count = staticmethod(lambda url: 2)\n    read = "
-        "staticmethod(lambda url, first, count: iter(()))\n"
+        "items = [1, 2]\nclass reader:\n    count = staticmethod(lambda url: 2)\n"
+        "    read = staticmethod(lambda url, first, count: iter(()))\n"
     )
     (tmp_path / "real").write_bytes(b"x")
     monkeypatch.syspath_prepend(tmp_path)

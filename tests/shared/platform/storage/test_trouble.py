@@ -99,10 +99,9 @@ def test_readers_keep_a_share_of_what_a_process_may_open(monkeypatch):
 
 def test_a_service_raises_its_soft_limit_to_the_hard_one():
     program = (
-        "import resource\nhard = "
-        "resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, "
-        "(64, hard))\n"
-        "async def main(_):\n    print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n    return 0\n"
+        "import resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\nasync def main(_):\n"
+        "    print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n    return 0\n"
         "from trireme_shared.platform.runtime import service\nservice.run(main)\n"
     )
     told = subprocess.run(

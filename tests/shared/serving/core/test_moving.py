@@ -106,8 +106,8 @@ def test_a_block_freezes_at_its_next_version_and_goes_on_elsewhere_with_the_same
             assert end.record is not None
             assert (
                 end.record.positions
-                == (await pulled(alone, pull_request(version, MOVED)))[1].record.positions
-            )  # type: ignore[union-attr]
+                == (await pulled(alone, pull_request(version, MOVED)))[1].record.positions  # type: ignore[union-attr]
+            )
         assert (await make_step(source, 4, (1,))).refused[0].code == "WRONG_OWNER"
         for pserver in (source, target, alone):
             check_invariants(pserver)

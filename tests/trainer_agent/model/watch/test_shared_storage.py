@@ -20,16 +20,32 @@ def model():
 """
 OPTIMIZER = "def optimizer(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
 REFUSED = {
-    "made.b.weight.data = made.a.weight.data": "the parameter a.weight shares memory with the parameter b.weight",
-    "made.b.weight.data = made.a.weight.data; made.b.weight.requires_grad = False": "the parameter a.weight shares memory with the parameter b.weight",
+    "made.b.weight.data = made.a.weight.data": (
+        "the parameter a.weight shares memory with the parameter b.weight"
+    ),
+    "made.b.weight.data = made.a.weight.data; made.b.weight.requires_grad = False": (
+        "the parameter a.weight shares memory with the parameter b.weight"
+    ),
     "whole = torch.randn(20); made.a.weight.data = whole[:15].view(3, 5); made.b.weight.data = "
-    "whole[5:].view(3, 5)": ("the parameter a.weight shares memory with the parameter b.weight"),
-    "made.b.bias.data = made.a.weight.data[:, 0]": "the parameter a.weight shares memory with the parameter b.bias",
-    "made.register_buffer('mean', made.a.weight.detach())": "the parameter a.weight shares memory with the buffer mean",
-    "made.a.turned = made.a.weight.data.t()": "the parameter a.weight shares memory with the attribute a.turned",
-    "made.kept = [p.data for p in made.b.parameters()]": "the parameter b.weight shares memory with the attribute kept",
-    "made.a.bias = nn.Parameter(torch.zeros(1).expand(3))": r"elements of the parameter a.bias share memory \(shape \(3,\), strides \(0,\)\)",
-    "made.a.weight.data = torch.randn(7).as_strided((3, 5), (1, 1))": "elements of the parameter a.weight share memory",
+    "whole[5:].view(3, 5)": "the parameter a.weight shares memory with the parameter b.weight",
+    "made.b.bias.data = made.a.weight.data[:, 0]": (
+        "the parameter a.weight shares memory with the parameter b.bias"
+    ),
+    "made.register_buffer('mean', made.a.weight.detach())": (
+        "the parameter a.weight shares memory with the buffer mean"
+    ),
+    "made.a.turned = made.a.weight.data.t()": (
+        "the parameter a.weight shares memory with the attribute a.turned"
+    ),
+    "made.kept = [p.data for p in made.b.parameters()]": (
+        "the parameter b.weight shares memory with the attribute kept"
+    ),
+    "made.a.bias = nn.Parameter(torch.zeros(1).expand(3))": (
+        r"elements of the parameter a.bias share memory \(shape \(3,\), strides \(0,\)\)"
+    ),
+    "made.a.weight.data = torch.randn(7).as_strided((3, 5), (1, 1))": (
+        "elements of the parameter a.weight share memory"
+    ),
 }
 
 

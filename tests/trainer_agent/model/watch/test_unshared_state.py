@@ -40,10 +40,16 @@ def model():
 """
 CHANGES = {
     "self.teacher.weight.mul_(0.9)": "parameter teacher.weight, which the optimizer does not hold",
-    "self.teacher.weight.data = self.body.weight.detach() * 0.5": "parameter teacher.weight, which the optimizer does not hold",
+    "self.teacher.weight.data = self.body.weight.detach() * 0.5": (
+        "parameter teacher.weight, which the optimizer does not hold"
+    ),
     "self.teacher.bias.data.add_(0.1)": "parameter teacher.bias, which the optimizer does not hold",
-    "self.body.weight.data.clamp_(-0.01, 0.01)": "parameter body.weight; only the optimizer may change parameters",
-    "self.allowed[0] = False": "buffer allowed of torch.bool; trainers share floating-point and int64 buffers only",
+    "self.body.weight.data.clamp_(-0.01, 0.01)": (
+        "parameter body.weight; only the optimizer may change parameters"
+    ),
+    "self.allowed[0] = False": (
+        "buffer allowed of torch.bool; trainers share floating-point and int64 buffers only"
+    ),
     "self.allowed = torch.zeros(4, dtype=torch.bool)": "buffer allowed of torch.bool",
     "self.count.data.add_(1)": "buffer count of torch.int32",
     "self.count = self.count + 1": "buffer count of torch.int32",

@@ -149,8 +149,9 @@ def test_a_run_that_has_ended_tells_its_events(
         for number in range(1, 6)
     ]
     command.keep_events(
-        data_dir / "digits", run_virtually(lambda: command.all_events(lambda: Pages(told, ends)))
-    )  # type: ignore[arg-type, return-value]
+        data_dir / "digits",
+        run_virtually(lambda: command.all_events(lambda: Pages(told, ends))),  # type: ignore[arg-type, return-value]
+    )
 
     def shown_after(after: int, *, as_json: bool) -> list[str]:
         assert (

@@ -25,7 +25,10 @@ def test_tables_with_a_limit_are_told_with_their_bytes_as_the_plan_has_them():
     assert lines == [
         "table user: at most 3,000,000 rows of 233 bytes, 0.70 GB, 0.35 GB at each of 2 parameter servers",
         "table item: at most 20,000 rows of 233 bytes, 4.66 MB, 2.33 MB at each of 2 parameter servers",
-        "full tables take 0.84 GB, and up to 1.47 GB while a checkpoint is written; this machine has 68.72 GB",
+        (
+            "full tables take 0.84 GB, and up to 1.47 GB while a checkpoint is written; this machine has "
+            "68.72 GB"
+        ),
     ]
     spec = TableSpec(name="user", dim=16, optimizer=ADAM, init=ZERO, max_rows=3_000_000)
     assert f"{2 * needs_of(spec, 1_500_000, 0).total / 1e9:.2f} GB" == "0.83 GB"

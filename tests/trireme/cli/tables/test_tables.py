@@ -34,7 +34,9 @@ MODEL = """
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.user = trireme.nn.Embedding("user", 6, optimizer=trireme.nn.Adam(lr=0.05), evict_after_steps=2)
+            self.user = trireme.nn.Embedding(
+                "user", 6, optimizer=trireme.nn.Adam(lr=0.05), evict_after_steps=2
+            )
             self.item = trireme.nn.Embedding("item", 3)
             self.deep = nn.Linear(9, 3)
 

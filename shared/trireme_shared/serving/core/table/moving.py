@@ -1,8 +1,7 @@
 """Rows of embedding tables that move with their slots from one parameter server (source) to another (target).
 
-source   Leaving: all rows of the slots, while steps go on --> next version: frozen --> of the rows that the
-    last step changed, what they were and
-         what they are; the sketches
+source   Leaving: all rows of the slots, while steps go on --> next version: frozen
+             --> of the rows that the last step changed, what they were and what they are; the sketches
 target   Arriving: rows apart in its tables --> whole: put right --the slot map says so--> `adopt`
 
 So after the freeze only what one step has changed is sent, and the version before moves along. While they are
@@ -11,11 +10,10 @@ frozen, all rows of the source take no push: the step could not become whole any
 Asynchronous jobs (LeavingOnArrival, ArrivingOnArrival) have no version before, and each parameter server
 counts versions for itself:
 
-source   all rows of the slots; which of them pushes change or remove meanwhile is remembered --> frozen,
-    between two pushes --> those
-         again, as they are now; the sketches
-target   rows apart in its tables --> whole: put right --the slot map says so--> `adopt`: as old here as they
-    were there
+source   all rows of the slots; which of them pushes change or remove meanwhile is remembered
+             --> frozen, between two pushes --> those again, as they are now; the sketches
+target   rows apart in its tables --> whole: put right
+             --the slot map says so--> `adopt`: as old here as they were there
 
 What the slots have had by then is in the ledger that moves along (core/ledger.py): a push that was refused
 meanwhile is due at the target, one that was taken is a duplicate there.

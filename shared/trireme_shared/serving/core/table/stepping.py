@@ -1,16 +1,14 @@
 """When the rows of embedding tables are stepped: at once here, or in turns with everything else
 (data_plane/row_turns.py).
 
-all data of a synchronous step is there ─► begin ─► server.rows_stepped        rows of an asynchronous push
-    ─► take ─► server.rows_taken
+all data of a synchronous step is there ─► begin ─► server.rows_stepped
+rows of an asynchronous push ─► take ─► server.rows_taken
 
 Rows of an asynchronous push are applied to each slot once:
 
 push of minibatches [start, end) ─► waits for its turn ─► due by the ledger of their slots
     ─► stepped, some at a time ─► entered: the next version of the tables
-                                                                                         `─► frozen: MOVING,
-                                                                                             and nothing has
-                                                                                             happened
+                               `─► frozen: MOVING, and nothing has happened
 
 A push counts for all slots, also for those without an id in it: whoever asks the ledger which minibatches are
 there hears the same of all. One push at a time is being stepped, and it ends whatever becomes of who sent it.
