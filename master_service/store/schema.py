@@ -164,8 +164,8 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
         case NextEpoch(epoch):
             assert job is not None
             meta = job.meta.with_fields(epoch=epoch)
-            ranges = (keys.cursor, keys.pending, keys.requeued)
-            return (*(Delete(of("0"), of(":")) for of in ranges), Put(keys.task_meta, meta.to_bytes()))
+            entries = (keys.cursor, keys.pending, keys.requeued)
+            return (*(Delete(of("0"), of(":")) for of in entries), Put(keys.task_meta, meta.to_bytes()))
         case _:
             return (Put(_places(keys)[type(change)], change.to_bytes()),)
 

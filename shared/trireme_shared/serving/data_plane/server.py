@@ -90,7 +90,7 @@ def make_app(
     app.on_response_prepare.append(hide_implementation)
     app.on_shutdown.append(stream.close_streams)
     app.add_routes(http.routes)
-    app.router.add_get(stream.PATH, stream.take_upgrade)
+    app.router.add_get(PATH, stream.take_upgrade)
     app.add_routes(routes)
     return app
 
