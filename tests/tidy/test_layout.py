@@ -318,6 +318,15 @@ def test_the_front_door_loads_no_torch(statement):
     assert done.stdout.strip() == "[]"
 
 
+def test_a_master_loads_no_torch():
+    """It steps nothing: without torch it takes a third of the memory."""
+    probe = "import sys, master_service.__main__; print([name for name in ('torch', 'numba') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_help_loads_no_torch():
     probe = (
         "import sys, trireme.cli.app\nsys.argv = ['trireme', '--help']\ntry: trireme.cli.app.main()\n"
