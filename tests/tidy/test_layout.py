@@ -320,7 +320,10 @@ def test_the_front_door_loads_no_torch(statement):
 
 def test_a_master_loads_no_torch():
     """It steps nothing: without torch it takes a third of the memory."""
-    probe = "import sys, master_service.__main__; print([name for name in ('torch', 'numba') if name in sys.modules])"
+    probe = (
+        "import sys, master_service.__main__; "
+        "print([name for name in ('torch', 'numba') if name in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30
     )
