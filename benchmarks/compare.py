@@ -126,6 +126,9 @@ def of_table(found: Any) -> Iterator[tuple[str, tuple[float, str]]]:
         if isinstance(line["ours"], dict):
             better = LOWER if line["unit"] in ("ms", "bytes", "% slower") else HIGHER
             yield f"{line['row']}, {line['work']}, {line['unit']}", (line["ours"]["median"], better)
+            for peer, ratio in line["ratios"].items():
+                if ratio:
+                    yield f"{line['row']}, {line['work']}, times {peer}", (ratio, HIGHER)
 
 
 def of_collective(markdown: str) -> Iterator[tuple[str, tuple[float, str]]]:
