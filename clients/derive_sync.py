@@ -11,8 +11,8 @@ from pathlib import Path
 CLIENT = Path(__file__).parents[1] / "trireme" / "client"
 SOURCE, DERIVED = CLIENT / "asynchronous.py", CLIENT / "synchronous.py"
 PROMISE = (
-    '"""AsyncClient without its awaits, for notebooks and scripts. `make clients` derives this file '
-    'from asynchronous.py: change that."""\n'
+    '"""AsyncClient without its awaits, for notebooks and scripts. `make clients` derives this file from\n'
+    'asynchronous.py: change that."""\n'
 )
 WORDS = {
     r"\basync (def|with|for)\b": r"\1",

@@ -91,8 +91,8 @@ T = TypeVar("T")
 
 class Client:
     """Each call raises the TriremeError of the master's answer, PeerError if nobody can be reached,
-    DeadlineExceeded if nobody answers. `with` closes the client. `job` in a call is a job's name, or ONLY_JOB
-    at a master that has only one.
+    DeadlineExceeded if nobody answers. `with` closes the client. `job` in a call is a job's name, or
+    ONLY_JOB at a master that has only one.
 
     `urls`: the address of a master or a cluster's leader, or several addresses separated by commas.
     `token`: None takes TRIREME_TOKEN, or the content of TRIREME_TOKEN_FILE.
