@@ -25,10 +25,8 @@ model = nn.Sequential(
     nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-dataset = trireme.data.Parquet(f"{DATA}/train-*.parquet")
-model, optimizer, batches = trireme.prepare(
-    model, optimizer, dataset, global_batch_size=64, epochs=8, lanes=4
-)
+data = trireme.data.Parquet(f"{DATA}/train-*.parquet")
+model, optimizer, batches = trireme.prepare(model, optimizer, data, global_batch_size=64, epochs=8, lanes=4)
 
 for batch in batches:
     optimizer.zero_grad()

@@ -23,8 +23,8 @@ model = nn.Sequential(
     nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.25), nn.Linear(128, 10)
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-dataset = read(DATA, "train-*.parquet")
-batches = DataLoader(dataset, batch_size=64, shuffle=True)
+data = read(DATA, "train-*.parquet")
+batches = DataLoader(data, batch_size=64, shuffle=True)
 
 for batch in (batch for _ in range(8) for batch in batches):
     optimizer.zero_grad()
