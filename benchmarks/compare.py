@@ -62,7 +62,8 @@ def main() -> int:
 def measured(tree: Path, name: str, arguments: list[str]) -> Figures:
     """One run there. Raises SystemExit with what the benchmark printed if it fails."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-    if name != "collective":
+    shows_json = name != "collective"
+    if shows_json:
         command.append("--json")
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
@@ -70,7 +71,7 @@ def measured(tree: Path, name: str, arguments: list[str]) -> Figures:
         raise SystemExit(
             f"{' '.join(command)} in {tree} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
-    return dict(FIGURES[name](done.stdout if name == "collective" else json.loads(done.stdout)))
+    return dict(FIGURES[name](json.loads(done.stdout) if shows_json else done.stdout))
 
 
 def report(turns: list[tuple[Figures, Figures]], rev: str, limit: float | None) -> int:

@@ -33,7 +33,6 @@ from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec
 
 WAITING = 512  # connections that nobody has accepted yet
-START_S = 10.0
 # What a deleted job leaves refers to itself in circles: 50 KiB each. All objects are looked through after
 # 24,000 new ones, if a quarter is new; with Python's 10 instead of 1, or rarer small collections, they lie
 # about for hundreds of jobs.

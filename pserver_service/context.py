@@ -1,6 +1,6 @@
 """What checkpoints, recovery and drain of one pserver work with, and how they follow the job's state.
 
-The index of a pserver: `ps/<index>` in etcd, under a lease.
+OwnIndex is its place in the job: the key `ps/<index>` in etcd, under a lease.
 
     wait for ps_desired and a free index, its own if it can be --> claim (create = 0) --> hold ...
         |-- revoked or another's --> lost: stop serving, exit

@@ -23,7 +23,7 @@ from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd import Etcd, Lease
-from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.keys import Keys
@@ -114,8 +114,6 @@ SOON_S = 0.01
 # taken
 PINNED_S = 30.0
 SHARE = 9.0  # of checkpoints nobody asked for: after a pause, training runs at least so many times as long
-
-log = telemetry.logger("pause_runner")
 
 
 def seconds_between(every_s: float, copy_s: float = 0.0, frozen_s: float = 0.0) -> float:

@@ -12,8 +12,6 @@ A new leader takes the job over: write under the lock -> read every key -> the j
 
 lock held --> first write under it (a master's address) --> all keys read --> spec agreed
     --> dataset loaded or counted --> Job
-
-The first writes of a term land once each, right after the last write of the term before.
 """
 
 from __future__ import annotations
@@ -293,9 +291,6 @@ class Master(TaskService, Leads[Term]):
     @property
     def evictions(self) -> Evictions:
         return self.term.evictions
-
-
-PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,6 @@ from trireme_shared.datasets import record_files
 from trireme_shared.datasets.dataset_files import joined_stamps, list_images
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
 from trireme_shared.datasets.user_modules import count_object, load_custom
-from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import is_interrupt
 from trireme_shared.protocol.records.datasets import (
     Bytes,
@@ -57,7 +56,6 @@ Progress = Callable[[int, int], None]
 
 
 Counter = Callable[[str], TableFile]
-log = telemetry.logger("partial_counts")
 CHECK_EVERY = 1024
 CSV_RECORDS = 100  # of each file that are parsed
 

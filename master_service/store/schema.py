@@ -5,8 +5,8 @@ etcd refuses a transaction with more operations or bytes, and then no master cou
 decisions' writes --takes?--> add --one transaction--> etcd
 too large alone --> TooLarge, for its caller only
 
-The members as etcd has them: watches of trainers, of pservers and initialisation, and of checkpoints, as one
-`Members` value.
+MembersWatch watches trainers, parameter servers with the initialisation, and checkpoints, and shows all of
+them as one `Members` value.
 """
 
 from __future__ import annotations

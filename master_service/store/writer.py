@@ -16,6 +16,8 @@ ones on what etcd has:
 decide --reversible--> written
    `-- ends the job, or starts it over --> checkpoints read from etcd --> decided again
                                                --> written only if none became the newest since
+
+The first writes of a term (`write_first`) land once each, right after the last write of the term before.
 """
 
 from __future__ import annotations

@@ -307,7 +307,14 @@ def test_every_module_opens_with_its_promise():
 
 
 @pytest.mark.parametrize(
-    "statement", ["import trireme", "import trireme.cli.app", "import trireme.data", "import trireme.client"]
+    "statement",
+    [
+        "import trireme",
+        "import trireme.cli.app",
+        "import trireme.cli.exit_codes",  # every command has it
+        "import trireme.data",
+        "import trireme.client",
+    ],
 )
 def test_the_front_door_loads_no_torch(statement):
     heavy = ("torch", "numba", "numpy", "pyarrow", "fastapi", "uvicorn", "etcd3", "aiohttp", "sklearn")

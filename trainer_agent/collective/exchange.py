@@ -23,7 +23,6 @@ from trainer_agent.data_plane.pushes import Outbox, Pushes, Verdict
 from trainer_agent.data_plane.row_lookups import RowRouter, Rows
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting import SingleErrorGroup, to_its_end
-from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import Gone
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobSpec
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from trainer_agent.collective.rows import ReplicaRows  # loads numba
 
 LOOK_S = 0.1
-
-log = telemetry.logger("exchange")
 
 
 class CollectiveGroup:

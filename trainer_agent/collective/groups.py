@@ -24,7 +24,7 @@ from trainer_agent.waiting import retry
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import Directory
-from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import (
     JobState,
@@ -37,7 +37,6 @@ from trireme_shared.protocol.records import (
 from trireme_shared.protocol.records.assignments import Migration, spread
 from trireme_shared.protocol.wire.messages import PserverInfo
 
-log = telemetry.logger("groups")
 TELLERS = 3
 FIRST, AGAIN = 0.25, 0.5  # of the lease's time; the master has to see when a second of it is left
 LONGER = 2.0  # than the median of the last waits

@@ -19,7 +19,6 @@ from trainer_agent.collective.mean_blocks import MeanStore
 from trainer_agent.collective.state.giving import StateGiver
 from trainer_agent.data_plane.http import Placed, Sink
 from trireme_shared.blocks.buffers import Buffer
-from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import InvalidArgument, NotReady, StaleGeneration, WrongOwner
 from trireme_shared.protocol.records import Mode, SlotMap
 from trireme_shared.protocol.wire.messages import (
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
 
 AHEAD = 1  # how many versions the step of a push may be ahead of this trainer's own
-
-log = telemetry.logger("share")
 
 
 class SharePull(OpenPull):

@@ -3,6 +3,8 @@
 open_dataset(spec.dataset).read(task.file, task.first, task.count, task.offset) ──► Shard
 shard.minibatch(minibatch_indices(seed, epoch, task, len(shard), size, number, shuffle=…)) ──► default_collate
     ──► batch
+
+A reader is wrapped (Blaming), so that each of its errors says which file and records it comes from.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Formats that Arrow reads into tables, whose columns become those of a shard: CSV, and saved HF datasets.
-This module loads pyarrow.
+"""Formats that Arrow reads into tables, whose columns become those of a shard: CSV, saved HF datasets, and
+Parquet. This module loads pyarrow.
 
 CSV            the shared scanner finds the rows, Arrow parses them; column types are the same for every task
 HF datasets    rows of Arrow files, which are mapped
-
-Parquet: a range of rows. The row groups used last are kept, so that tasks of one group read it once.
+Parquet        the row groups used last are kept, so that tasks of one group read it once
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from bisect import bisect_right
 from collections import OrderedDict
 from itertools import accumulate
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import types
 
 from trainer_agent.data import images
@@ -33,6 +31,9 @@ from trireme_shared.platform.storage.compressed import Decompressed
 from trireme_shared.platform.storage.files import kept_open
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records.datasets import Csv, HuggingFace, Parquet
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import FileMetaData
 
 KEPT_FILES = 32
 KEPT_BYTES = 256 << 20
@@ -171,7 +172,7 @@ class ParquetReader:
         self._columns = list(dataset.columns) if dataset.columns is not None else None
         self._kept_bytes = kept_bytes
         self._groups: OrderedDict[tuple[str, int], pa.Table] = OrderedDict()
-        self._footers: dict[str, pq.FileMetaData] = {}
+        self._footers: dict[str, FileMetaData] = {}
         self._lock = Lock()
         self.groups_read = 0
 
@@ -194,10 +195,12 @@ class ParquetReader:
                 )
             return Shard(columns_of_table(pa.concat_tables(pieces)), count)
 
-    def _footer(self, file: str) -> pq.FileMetaData:
+    def _footer(self, file: str) -> FileMetaData:
         if file not in self._footers:
+            from pyarrow.parquet import read_metadata  # noqa: PLC0415
+
             with files.open_read(file) as source:
-                footer = pq.read_metadata(source)
+                footer = read_metadata(source)
             names = footer.schema.to_arrow_schema().names
             missing = [name for name in self._columns or () if name not in names]
             if missing:
@@ -211,7 +214,9 @@ class ParquetReader:
         if key in self._groups:
             self._groups.move_to_end(key)
             return self._groups[key]
-        with files.open_read(file) as source, pq.ParquetFile(source, metadata=self._footers[file]) as parquet:
+        from pyarrow.parquet import ParquetFile  # noqa: PLC0415
+
+        with files.open_read(file) as source, ParquetFile(source, metadata=self._footers[file]) as parquet:
             table = parquet.read_row_group(group, columns=self._columns, use_threads=False)
         self.groups_read += 1
         self._groups[key] = table

@@ -3,7 +3,8 @@ failed.
 
 acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)──► Records     complete, fail ─► the master
 
-What each lane reads: its tasks one after the other, its minibatches by position, the next task fetched ahead.
+LaneReaders read the tasks of each lane one after the other, its minibatches by position, and fetch the next
+task ahead.
 
     LanePosition ──at──► Portion(records, where the lane stands after them)
          | another index: acquire the task from the master, read its records in the executor

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 
-from trireme.launch.processes import ClusterError
 from trireme.launch.run_folder import DiskFull
 from trireme.view.report import failure_lines
 from trireme_shared.protocol.errors import (
@@ -29,7 +28,6 @@ INTERRUPTED = 130
 
 _CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first match counts
     (DiskFull, DISK_FULL),
-    (ClusterError, JOB_FAILED),
     (DatasetError, JOB_FAILED),
     (CheckpointUnusable, JOB_FAILED),
     (UserCodeError, JOB_FAILED),

@@ -71,9 +71,6 @@ CLAIM_S = 60.0  # longer than the lease of a dead agent of this name
 # in the order in which they leave: trainers make the checkpoint that pservers wait for
 KINDS: tuple[Kind, ...] = ("pserver", "trainer")
 LOOK_S = 1.0
-
-
-log = telemetry.logger("host_agent")
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
 START_AGAIN_S = 3.0  # after a start that the system refused
 ASK_S = 2.0
@@ -84,6 +81,8 @@ NOT_STARTED, TIMED_OUT = 126, 124  # exit codes of tasks, as a shell and `timeou
 OUTPUT_LINES, OUTPUT_CHARACTERS = 200, 3900
 IDLE: dict[str, Any] = {"running": "", "epoch": 0, "ended": False, "trouble": ""}
 IDLE |= {"task": "", "attempt": 0, "exit_code": None, "output": ""}
+
+log = telemetry.logger("host_agent")
 
 
 class HostAgent:

@@ -27,7 +27,6 @@ Json = dict[str, Any]
 _MAKING = threading.Lock()
 LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 BEARER = {"type": "http", "scheme": "bearer", "description": "A token with the role viewer, member or admin."}
-OPTIONAL = "A request without a token is answered too, where the service was started without tokens."
 REQUEST_ID = {"description": "Id of the request, as in the master's log.", "schema": {"type": "string"}}
 RETRY_AFTER = {"description": "Ask again after so many seconds.", "schema": {"type": "integer", "minimum": 0}}
 CHALLENGE = {"description": "How to authenticate.", "schema": {"type": "string"}}

@@ -24,7 +24,7 @@ from trireme_shared.collective.session import STATE, Line, Progress, Result, Ses
 from trireme_shared.platform.etcd import Compare, Etcd, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import OwnKey
-from trireme_shared.platform.runtime import http, telemetry
+from trireme_shared.platform.runtime import http
 from trireme_shared.protocol.errors import NotReady
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records.members import CommunicatorMember
@@ -33,7 +33,6 @@ BUILD_S = 10.0
 PUT_S = 5.0
 
 T = TypeVar("T")
-log = telemetry.logger("collective.entering")
 
 
 class Superseded(Exception):

@@ -26,7 +26,7 @@ from trainer_agent.collective.replica import Replica
 from trainer_agent.collective.state.messages import Portion, StateHead, StatePart, StateRequest
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import bytes_of
-from trireme_shared.platform.runtime import clock, http, telemetry
+from trireme_shared.platform.runtime import clock, http
 from trireme_shared.protocol.errors import (
     BadFrame,
     DeadlineExceeded,
@@ -54,7 +54,6 @@ SENDING = 2.0  # times what copying took: digests are part of that
 WAIT_S = 2.0  # for a version, or until nothing is being stepped
 LOOK_S = 0.002
 MOST_ASKERS = 8
-log = telemetry.logger("collective.giving")
 PATH = "/v1/state"
 REQUEST_BYTES = 16 << 20
 ERROR_BYTES = 1 << 20

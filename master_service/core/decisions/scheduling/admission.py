@@ -6,8 +6,8 @@ asked in the order of priority, then of submission. A job that does not fit hold
 otherwise take one by one what it waits for; trainers above a minimum work for running jobs meanwhile. A
 preemptible job of a lower priority is not held back, because it can be taken away again.
 
-The pool as one schedule sees it: who holds which place, what is idle, what will be idle soon; and which idle
-members a job gets (IdlePlaces).
+PoolView is the pool as one schedule sees it: who holds which place, what is idle, what will be idle soon.
+IdlePlaces chooses the idle members that a job gets.
 
 valid assignment     the job is ACTIVE in that epoch ──► held         else ──► dropped
 no assignment        the member runs nothing ──► idle                 its old process still runs ──► ending
