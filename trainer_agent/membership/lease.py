@@ -1,5 +1,5 @@
-"""How a trainer becomes one of the job's: its registration `trainers/<id>` in etcd, under a lease, what may keep
-it from renewing that, and the parameters' first values.
+"""How a trainer becomes one of the job's: its registration `trainers/<id>` in etcd, under a lease, what may
+keep it from renewing that, and the parameters' first values.
 
     register (create = 0) ─► hold ... revoked or deleted ─► lost: exit, come back under a new name
 
