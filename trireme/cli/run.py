@@ -308,7 +308,11 @@ async def _train(
             interrupt.ready = True
             cluster.run_beside(spent.keep())
             cluster.run_beside(output.run())
-            state = await _run_to_the_end(cluster, reporter, folder, screen)
+            try:
+                state = await _run_to_the_end(cluster, reporter, folder, screen)
+            except Exception:
+                await interrupt.save_before_giving_up(cluster)
+                raise
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
             events = await logs.all_events(lambda: cluster.client(REQUEST_TIMEOUT_S))
             resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)

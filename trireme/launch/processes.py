@@ -9,9 +9,9 @@ only) and die with it: PDEATHSIG kills them if the launcher itself is killed. A 
 may be started again, with the same log file.
 
 A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is
-always started again. So is one that had started up and later lost its lease: its host froze or was cut off. A
-child that ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not
-help. A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a
+always started again. So is one that had started up and later lost its lease: its host froze or was cut off,
+and one that found another script than the job's: somebody edits it, and the others train on. A child that ends
+by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not help. A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a
 missing package, say). A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter
 servers: fewer starts, and later ones.
 """
@@ -62,6 +62,7 @@ FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0
 # 0: it was told to stop
 _FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+SCRIPT_CHANGED = EXIT_CODES["SCRIPT_CHANGED"]
 
 log = telemetry.logger("processes")
 REVOKE_TIMEOUT_S = 2.0
@@ -263,7 +264,7 @@ class Exit:
     lived_s: float
 
     def __str__(self) -> str:
-        if self.code == EXIT_CODES["SCRIPT_CHANGED"]:
+        if self.code == SCRIPT_CHANGED:
             return (
                 "its script or a module has changed since the job was created: restore it, or stop the "
                 "job and start it again"
@@ -414,7 +415,7 @@ class RestartPolicy:
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
         self.deaths += 1
-        by_itself = code not in _FROM_OUTSIDE and not at_work
+        by_itself = code not in _FROM_OUTSIDE and code != SCRIPT_CHANGED and not at_work
         self.own_ends += by_itself and not (was_ready and code == LEASE_LOST)
         if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
