@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from master_service.api import render
-from master_service.api.render import offset_of, page_of
+from master_service.api.render import page_of
 from master_service.api.routes.dependencies import (
     AnsweringInCluster,
     ExpectedVersion,
@@ -104,9 +104,12 @@ def schedule_of(asked: CreateSchedule, storage_url: str) -> JobSchedule:
 
 
 @router.post("/jobs", operation_id="createJob", status_code=201)
-async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster) -> ClusterJobView:
+async def create_job(
+    cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster, response: Response
+) -> ClusterJobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
     job = job_of(asked, cluster.storage_url)
+    response.headers["Location"] = f"/v1/jobs/{job.job}"
     call = partial(cluster.create_job, job, asked.source)
     return await answering.answer(ClusterJobView, call, partial(job_view, cluster.term))
 
@@ -245,11 +248,12 @@ schedules = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
 @schedules.post("", operation_id="createSchedule", status_code=201)
 async def create_schedule(
-    cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster
+    cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster, response: Response
 ) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the
     latest one runs."""
     found = schedule_of(asked, cluster.storage_url)
+    response.headers["Location"] = f"/v1/schedules/{found.name}"
     return await answering.answer(
         ScheduleView, partial(cluster.create_schedule, found, asked.source), schedule_view
     )
@@ -314,8 +318,7 @@ def job_view(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
 
 def job_page(term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str) -> ClusterJobPage:
     found = [each for each in term.state.jobs.values() if standing is None or each.standing is standing]
-    found.sort(key=lambda each: (each.number, each.job))
-    page, token = page_of(found, offset_of(page_token), page_size)
+    page, token = page_of(found, lambda each: (each.number, each.job), page_size, page_token)
     return ClusterJobPage(jobs=tuple(job_view(term, each) for each in page), next_page_token=token)
 
 
@@ -394,8 +397,8 @@ def pool_view(term: ClusterTerm) -> PoolView:
 
 def pool_member_page(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
     """In the order of their kinds and names."""
-    places = sorted(term.state.members.keys() | term.state.drains.keys())
-    page, token = page_of(places, offset_of(page_token), page_size)
+    places = term.state.members.keys() | term.state.drains.keys()
+    page, token = page_of(places, lambda place: place, page_size, page_token)
     return PoolMemberPage(
         members=tuple(pool_member_view(term.state, place) for place in page), next_page_token=token
     )
@@ -408,8 +411,8 @@ def schedule_view(found: JobSchedule) -> ScheduleView:
 
 def schedule_page(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePage:
     """In the order of their names."""
-    found = [term.state.schedules[name] for name in sorted(term.state.schedules)]
-    page, token = page_of(found, offset_of(page_token), page_size)
+    found = term.state.schedules.values()
+    page, token = page_of(found, lambda each: (each.name,), page_size, page_token)
     return SchedulePage(schedules=tuple(schedule_view(each) for each in page), next_page_token=token)
 
 
