@@ -35,6 +35,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from trireme.launch.bounded_logs import HostLogs
 from trireme.launch.leases import LostLeases, Vouching
 from trireme.launch.processes import (
     PYTHON_MODULE,
@@ -147,6 +148,7 @@ class HostAgent:
             beside = [group.create_task(self._follow(kind)) for kind in KINDS if self._count(kind)]
             beside.append(group.create_task(FrozenChildren(host, self.places).run()))
             beside.append(group.create_task(Vouching(host.etcd).run(self._children)))
+            beside.append(group.create_task(self._logs(host).run()))
             holding = group.create_task(keys.hold())
             asked = group.create_task(stopping.wait())
             running = [(place.kind, group.create_task(place.run())) for place in self.places]
@@ -168,6 +170,16 @@ class HostAgent:
         """Of the members of jobs that run here."""
         children = {place.member: place.child for place in self.places if place.child is not None}
         return {member: child for member, child in children.items() if child.alive}
+
+    def _logs(self, host: Host) -> HostLogs:
+        async def exists(job: str) -> bool:
+            return bool((await self.etcd.range(self.keys.job(job), count_only=True)).count)
+
+        def written() -> list[Path]:
+            return [place.child.log for place in self.places if place.child is not None]
+
+        most = {"log_bytes": self.settings.log_bytes, "logs_bytes": self.settings.logs_bytes}
+        return HostLogs(host.folder.logs, exists, written, **most)
 
     def _count(self, kind: Kind) -> int:
         return self.settings.trainers if kind == "trainer" else self.settings.pservers

@@ -55,7 +55,7 @@ from trireme_shared.protocol.records.job_spec import JobSpec
 from trireme_shared.protocol.times import compact, instant, rfc3339
 
 MAX_OPEN = 1000  # jobs that are not final
-MAX_JOBS = 10_000  # final ones, too
+MAX_JOBS = 10_000  # final ones, too: the one that ended first is forgotten for another one
 EVENTS = {
     Standing.COMPLETED: "job_completed",
     Standing.FAILED: "job_failed",
@@ -73,7 +73,7 @@ def create(
     """Answers the new job. `asked`: with spec, scheduling and source_digest. Raises InvalidArgument,
     Conflict."""
     _check_name(state, asked.job)
-    _check_counts(state.jobs)
+    _check_open(state.jobs)
     check_scheduling(asked.spec, asked.scheduling)
     _check_after(state.jobs, asked)
     job = ClusterJob(
@@ -89,7 +89,12 @@ def create(
         job, "job_created", f"job {job.job} was submitted with priority {job.scheduling.priority}"
     )
     stored = (PutSource(source.digest, source),) if source is not None else ()
-    return replace(decision, changes=stored + decision.changes)
+    room = _room_for(state, asked)
+    return replace(
+        decision,
+        changes=(*room.changes, *stored, *decision.changes),
+        events=(*room.events, *decision.events),
+    )
 
 
 def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
@@ -199,15 +204,51 @@ def _check_name(state: ClusterState, name: str) -> None:
         raise Conflict(f"job {name} exists already; it is {known.standing}", hint=way, job=name)
 
 
-def _check_counts(jobs: Mapping[str, ClusterJob]) -> None:
-    if len(jobs) >= MAX_JOBS:
-        msg = f"the cluster keeps {len(jobs)} jobs, at most {MAX_JOBS}"
-        raise Conflict(msg, hint="`trireme delete` those that have ended")
+def _check_open(jobs: Mapping[str, ClusterJob]) -> None:
     # PAUSED ones too: each of them may be resumed
     still = sum(not job.standing.final for job in jobs.values())
     if still >= MAX_OPEN:
         msg = f"{still} jobs of the cluster have not ended, at most {MAX_OPEN} are taken"
         raise Conflict(msg, hint="wait for one of them, or cancel one")
+
+
+def _room_for(state: ClusterState, asked: ClusterJob) -> ClusterDecision[None]:
+    """The cluster forgets the job that ended first, if it keeps as many as it may: its keys go, its files
+    stay. Raises Conflict: none of those that have ended may go."""
+    if len(state.jobs) < MAX_JOBS:
+        return Decision(None)
+    if not (ended := _may_go(state)):
+        msg = f"the cluster keeps {len(state.jobs)} jobs, at most {MAX_JOBS}, and needs each of them"
+        raise Conflict(msg, hint="wait for jobs that others come after, or for post-tasks")
+    oldest = min(ended, key=_ended_first)
+    script = () if oldest.source_digest == asked.source_digest else drop_unused(state, oldest.source_digest)
+    message = (
+        f"job {oldest.job}, {oldest.standing} since {oldest.end_time}, is forgotten for job {asked.job}: "
+        f"the cluster keeps {MAX_JOBS} jobs. Its files stay in {oldest.spec.storage}"
+    )
+    event = Event("job_forgotten", message, {"job": oldest.job})
+    return Decision(None, (DropJob(oldest.job), *script), (event,))
+
+
+def _may_go(state: ClusterState) -> list[ClusterJob]:
+    """Jobs that have ended, without those that another one waits for, that have post-tasks which are not
+    over, or whose deletion was begun."""
+    waited_for = {
+        name
+        for job in state.jobs.values()
+        if job.epoch == 0 and not job.standing.final
+        for name in job.scheduling.after
+    }
+    return [
+        job
+        for job in state.jobs.values()
+        if job.standing.final and job.wanted != "delete" and job.job not in waited_for
+        if not unfinished_tasks(job, state.task_runs.get(job.job, {}))
+    ]
+
+
+def _ended_first(job: ClusterJob) -> tuple[str, str]:
+    return job.end_time, job.job
 
 
 def check_scheduling(spec: JobSpec, scheduling: Scheduling) -> None:
@@ -346,23 +387,12 @@ def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float |
     """Names of jobs whose retention is over, or whose deletion was begun; longest ended first. `wall_time`:
     seconds since 1970; `retention_s`: how long a job is kept after its end, None: for ever. A job that
     another one waits for stays, and so does one with post-tasks that are not over."""
-    waited_for = {
-        name
-        for job in state.jobs.values()
-        if job.epoch == 0 and not job.standing.final
-        for name in job.scheduling.after
-    }
-
-    def is_due(job: ClusterJob) -> bool:
-        if not job.standing.final or job.wanted == "delete":
-            return job.standing.final
-        if retention_s is None or not job.end_time or instant(job.end_time) + retention_s > wall_time:
-            return False
-        return job.job not in waited_for and not unfinished_tasks(job, state.task_runs.get(job.job, {}))
-
-    return [
-        job.job for job in sorted(state.jobs.values(), key=lambda job: (job.end_time, job.job)) if is_due(job)
-    ]
+    due = [job for job in state.jobs.values() if job.standing.final and job.wanted == "delete"]
+    if retention_s is not None:
+        due += [
+            job for job in _may_go(state) if job.end_time and instant(job.end_time) + retention_s <= wall_time
+        ]
+    return [job.job for job in sorted(due, key=_ended_first)]
 
 
 def follow_resize(
