@@ -73,7 +73,13 @@ class LocalPool(SupervisedProcesses[None]):
         "master": GRACE_S,
     }
     start_timeout_s = START_TIMEOUT_S
-    passed_on = (*PASSED_ON, "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL")
+    passed_on = (
+        *PASSED_ON,
+        "TRIREME_REBALANCE_S",
+        "TRIREME_JOB_RETENTION_S",
+        "TRIREME_STORAGE_ALLOWED",
+        "TRIREME_LOG_LEVEL",
+    )
 
     def __init__(
         self,

@@ -106,6 +106,7 @@ def schedule_of(asked: CreateSchedule, storage_url: str) -> JobSchedule:
 @router.post("/jobs", operation_id="createJob", status_code=201)
 async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster) -> ClusterJobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
+    await cluster.check_storage(asked.storage)
     job = job_of(asked, cluster.storage_url)
     call = partial(cluster.create_job, job, asked.source)
     return await answering.answer(ClusterJobView, call, partial(job_view, cluster.term))
@@ -249,6 +250,7 @@ async def create_schedule(
 ) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the
     latest one runs."""
+    await cluster.check_storage(asked.storage)
     found = schedule_of(asked, cluster.storage_url)
     return await answering.answer(
         ScheduleView, partial(cluster.create_schedule, found, asked.source), schedule_view
