@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from master_service.core.state.kept import EventLog
 from master_service.leadership.election import Candidate, Leads, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
+from master_service.storage.places import check_place
 from master_service.storage.series_files import SeriesReader, StoredMetrics
 from master_service.store.between_runs import start_again
 from master_service.store.schema import read_events
@@ -33,6 +34,7 @@ from trireme_shared.platform.etcd import Etcd, Get, Lease
 from trireme_shared.platform.etcd.reading import must_read
 from trireme_shared.platform.runtime import clock, http, telemetry
 from trireme_shared.platform.runtime.http import own_network
+from trireme_shared.platform.security.access import CALLER
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import Conflict, NotFound, NotReady
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
@@ -49,7 +51,8 @@ log = telemetry.logger("cluster")
 @dataclass(eq=False, repr=False)
 class ClusterMaster(Leads[ClusterTerm]):
     """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place
-    of their own. `job_retention_s`: so long after its end a job is deleted; None: never."""
+    of their own; `storage_allowed`: further places that jobs may name. `job_retention_s`: so long after its
+    end a job is deleted; None: never."""
 
     etcd: Etcd
     keys: ClusterKeys
@@ -57,6 +60,7 @@ class ClusterMaster(Leads[ClusterTerm]):
     name: str
     url: str
     storage_url: str
+    storage_allowed: tuple[str, ...] = ()
     ttl_s: float = 3.0
     rebalance_s: float = 30.0
     job_retention_s: float | None = None
@@ -173,6 +177,12 @@ class ClusterMaster(Leads[ClusterTerm]):
 
     # `once`: of a request with an Idempotency-Key; all raise AnsweredBefore, IdempotencyKeyReused then.
     # `expected`: the version of what it changes; all raise PreconditionFailed if it has another one.
+
+    async def check_storage(self, url: str) -> None:
+        """`url`: what a user names for a job's files; "" is the cluster's own place. Raises
+        InvalidArgument."""
+        if url:
+            await asyncio.to_thread(check_place, url, (self.storage_url, *self.storage_allowed))
 
     async def create_job(
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
@@ -331,9 +341,29 @@ class ClusterMaster(Leads[ClusterTerm]):
         self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None
     ) -> A:
         term = self.term
-        answer = await term.writer.decide(once.decide(decision) if once is not None else decision)
+        asked = _signed(once.decide(decision) if once is not None else decision)
+        answer = await term.writer.decide(asked)
         term.look_again()
         return answer
+
+
+def _signed(
+    decision: Callable[[ClusterState, float], ClusterDecision[A]],
+) -> Callable[[ClusterState, float], ClusterDecision[A]]:
+    """Its events name the token of the request that this task serves."""
+    caller = CALLER.get()
+    if caller is None or not caller.token:
+        return decision
+
+    def signed(state: ClusterState, now: float) -> ClusterDecision[A]:
+        decided = decision(state, now)
+        told = tuple(
+            Event(each.name, f"{each.message}; asked by {caller}", {**each.fields, "token": caller.token})
+            for each in decided.events
+        )
+        return replace(decided, events=told)
+
+    return signed
 
 
 #: What a process leads, and REST serves: one job, or those of a cluster.

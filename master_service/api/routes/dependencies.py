@@ -18,6 +18,7 @@ from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.decisions.requests import ANY, AnsweredBefore, Expected, Keyed, Once
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.security.access import CALLER
 from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument, NotReady, PeerError
 from trireme_shared.protocol.records.record import Record
 from trireme_shared.protocol.rest import Empty
@@ -61,7 +62,8 @@ async def job_in_path(job: JobName) -> str:
 
 def asked_by(request: Request) -> str:
     """For people."""
-    return f"asked by {request.client.host if request.client else 'REST'}"
+    caller = CALLER.get()
+    return f"asked by {caller or (request.client.host if request.client else 'REST')}"
 
 
 async def answered(call: Awaitable[T], longer_s: float = 0.0) -> T:

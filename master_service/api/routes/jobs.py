@@ -108,6 +108,7 @@ async def create_job(
     cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster, response: Response
 ) -> ClusterJobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
+    await cluster.check_storage(asked.storage)
     job = job_of(asked, cluster.storage_url)
     response.headers["Location"] = f"/v1/jobs/{job.job}"
     call = partial(cluster.create_job, job, asked.source)
@@ -252,6 +253,7 @@ async def create_schedule(
 ) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the
     latest one runs."""
+    await cluster.check_storage(asked.storage)
     found = schedule_of(asked, cluster.storage_url)
     response.headers["Location"] = f"/v1/schedules/{found.name}"
     return await answering.answer(

@@ -38,7 +38,8 @@ async def get_version() -> Version:
 @router.get("/v1/access", operation_id="getAccess")
 async def get_access(request: Request) -> TokenAccess:
     """What the token of this request may do. A standby answers too."""
-    return TokenAccess(role=getattr(request.state, "role", Role.ADMIN))
+    caller = getattr(request.state, "caller", None)
+    return TokenAccess(role=caller.role if caller is not None else Role.ADMIN)
 
 
 @router.get("/metrics", operation_id="scrapeMetrics", response_class=Response)

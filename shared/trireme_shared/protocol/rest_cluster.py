@@ -10,6 +10,7 @@ from trireme_shared.protocol.records import Mode, Record
 from trireme_shared.protocol.records.cluster import Kind, Scheduling, Source, Standing, TaskState
 from trireme_shared.protocol.records.job_choices import JOB_NAME
 from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.records.record import UrlText
 from trireme_shared.protocol.rest import JobProgress
 
 
@@ -24,10 +25,10 @@ class CreateJob(Record):
     name: str = Field(pattern=JOB_NAME)
     settings: JobSettings = Field(description="The job's settings, as in trireme.Config.")
     source: Source | None = Field(default=None, description="The script itself; null if `script` names it.")
-    script: str = Field(
+    script: UrlText = Field(
         default="", max_length=2000, description="Path or URL of the script, which every member can read."
     )
-    storage: str = Field(default="", max_length=2000)
+    storage: UrlText = Field(default="", max_length=2000)
     scheduling: Scheduling = Field(default_factory=Scheduling)
 
     @model_validator(mode="after")

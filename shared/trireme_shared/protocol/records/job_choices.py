@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.record import Record, UrlText
 
 METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _TEXT = re.compile(rf"({METRIC_NAME.pattern}):(min|max)")
@@ -187,7 +187,7 @@ class Tracker(BaseModel):
     kind: str = Field(
         max_length=200, description="csv, tensorboard, mlflow, wandb, or pkg.mod:Name for one of your own."
     )
-    uri: str = Field(default="", max_length=2000, description=f"The server, without credentials{_ELSE}.")
+    uri: UrlText = Field(default="", max_length=2000, description=f"The server, without credentials{_ELSE}.")
     experiment: str = Field(
         default="", max_length=200, description=f"Experiment or project{_ELSE}, or the job's name."
     )

@@ -38,7 +38,7 @@ from trireme_shared.protocol.records.job_choices import (
     Tracker,
     Transported,
 )
-from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.record import Record, UrlText
 
 OF_NATIVE = ("backend", "reduction", "bucket_bytes")
 """Settings that only native exchange has."""
@@ -209,7 +209,7 @@ class JobSettings(Record):
     parameter_dtype: Transported = "float32"
     error_feedback: bool | None = None
     recovery_timeout_s: float = Field(default=600.0, gt=0)
-    init_from: str | None = None
+    init_from: UrlText | None = None
     init_partial: bool = False
     init_optimizer: bool = False
     pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
@@ -376,8 +376,8 @@ class JobSpec(JobSettings):
     folder; of scripts that are a path."""
 
     job: str = Field(pattern=JOB_NAME)
-    script: str
-    storage: str
+    script: UrlText
+    storage: UrlText
     sources: dict[str, str] = Field(default_factory=dict, max_length=256)
 
 

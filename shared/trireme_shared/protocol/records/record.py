@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from trireme_shared.protocol.urls import Url
+
 MESSAGE_CHARACTERS = 4000
 TRACEBACK_CHARACTERS = 16_000
 
@@ -42,5 +44,6 @@ def shortened(text: str, limit: int) -> str:
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as the API says of every integer
 Id = Annotated[str, Field(max_length=200)]
 Name = Annotated[str, AfterValidator(partial(shortened, limit=200))]
+UrlText = Annotated[str, AfterValidator(Url)]  # of a path or URL that a user gives: it may have a password
 Message = Annotated[str, AfterValidator(partial(shortened, limit=MESSAGE_CHARACTERS))]
 Traceback = Annotated[str, AfterValidator(partial(shortened, limit=TRACEBACK_CHARACTERS))]
