@@ -248,6 +248,7 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
             pid=member.pid,
             index=member.index,
             slots=job.slots.owners.count(member.index) if job.slots is not None else None,
+            trireme_version=member.trireme_version,
         )
     lanes = job.trainers.lanes_of(member.trainer) if job.spec.mode is Mode.SYNC else None
     has_parameters = None
@@ -263,6 +264,7 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
         lanes=lanes,
         has_parameters=has_parameters,
         tasks=tuple(held),
+        trireme_version=member.trireme_version,
     )
 
 

@@ -13,8 +13,9 @@ from functools import partial
 from typing import TypeVar
 
 from master_service.cluster.ended_jobs import EndedTrackers, Retention
-from master_service.cluster.store import take_over
+from master_service.cluster.store import LAST_BYTES, MAX_BYTES, take_over
 from master_service.cluster.term import ClusterTerm
+from master_service.cluster.unreadable import news_of
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Decision, Event
@@ -31,7 +32,8 @@ from master_service.storage.series_files import SeriesReader, StoredMetrics
 from master_service.store.between_runs import start_again
 from master_service.store.schema import read_events
 from trireme_shared.platform.etcd import Etcd, Get, Lease
-from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.platform.membership.names import NameUse, check_free, forget_communicator, uses_of
 from trireme_shared.platform.runtime import clock, http, telemetry
 from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.platform.security.access import CALLER
@@ -105,6 +107,7 @@ class ClusterMaster(Leads[ClusterTerm]):
                 self.events.begin(lambda: start.state.events, term.writer.tell)
                 elected = f"{self.name} leads the cluster in term {lock.term}"
                 self.events.add([Event("leader_elected", elected, {"term": lock.term, "url": self.url})])
+                self.events.add(news_of(start.state))
                 async with asyncio.TaskGroup() as group:
                     group.create_task(Retention(self, self.job_retention_s).run())
                     group.create_task(EndedTrackers(self, self.events.add).run())
@@ -188,6 +191,9 @@ class ClusterMaster(Leads[ClusterTerm]):
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
         """Raises Conflict, InvalidArgument, NotFound."""
+        if job.job not in self.state.jobs:
+            uses = await uses_of(self.etcd, self.keys.keys_of(job.job))
+            check_free(job.job, uses, NameUse.CLUSTER, "choose another name")
         return await self._decide(
             lambda state, _: cluster_jobs.create(state, job, source, clock.timestamp()), once
         )
@@ -219,7 +225,12 @@ class ClusterMaster(Leads[ClusterTerm]):
         return await self._decide(expected.job(name, lambda state, _: cluster_jobs.resume(state, name)), once)
 
     async def _opened_again(self, name: str) -> bool:
-        """Also if a leader before this one has done it, and died before the job was QUEUED."""
+        """Also if a leader before this one has done it, and died before the job was QUEUED. Raises Conflict:
+        a run has the name, and nothing here may change it."""
+        if not await self._has_keys(self.state.job(name)):
+            check_free(
+                name, [NameUse.RUN], NameUse.CLUSTER, f"`trireme delete {name}` leaves the run as it is"
+            )
         if await start_again(self.etcd, self.keys.keys_of(name)):
             return True
         return (await self.state_of(name)).phase is not Phase.FAILED
@@ -261,13 +272,25 @@ class ClusterMaster(Leads[ClusterTerm]):
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        await self._decide(expected.job(name, lambda state, _: cluster_jobs.begin_delete(state, name)))
+        begin = expected.job(name, lambda state, _: cluster_jobs.begin_delete(state, name))
+        await self._decide(begin, most_bytes=LAST_BYTES)
 
     async def _delete_job(self, name: str) -> ClusterJob:
         job = self.state.job(name)
         if job.spec.storage == files.join(self.storage_url, name):
             await self.remove_files(job.spec)
-        return await self._decide(lambda state, _: cluster_jobs.delete(state, name))
+        has_keys = await self._has_keys(job)
+        await forget_communicator(self.etcd, self.keys.keys_of(name))
+        return await self._decide(lambda state, _: cluster_jobs.delete(state, name, has_keys=has_keys))
+
+    async def _has_keys(self, job: ClusterJob) -> bool:
+        """Whether the keys below its name are its own. A run may have begun under that name, where an earlier
+        version did not refuse it: its files lie elsewhere. Raises PeerError."""
+        keys = self.keys.keys_of(job.job)
+        found = await self.etcd.get(keys.spec)
+        known = read_record(JobSpec, keys.spec, found.value) if found is not None else None
+        storage = job.spec.storage or files.join(self.storage_url, job.job)
+        return known is None or known.storage == storage
 
     async def create_schedule(
         self, schedule: JobSchedule, source: Source | None, once: Once[JobSchedule] | None = None
@@ -338,11 +361,14 @@ class ClusterMaster(Leads[ClusterTerm]):
         return [each for each in found if each.number <= settled]
 
     async def _decide(
-        self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None
+        self,
+        decision: Callable[[ClusterState, float], ClusterDecision[A]],
+        once: Once[A] | None = None,
+        most_bytes: int = MAX_BYTES,
     ) -> A:
         term = self.term
         asked = _signed(once.decide(decision) if once is not None else decision)
-        answer = await term.writer.decide(asked)
+        answer = await term.writer.decide(asked, most_bytes)
         term.look_again()
         return answer
 

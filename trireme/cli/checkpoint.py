@@ -46,7 +46,7 @@ def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> J
     facts = run_folder.read_run_file(place, job)
     name = job or (str(facts["job"]) if facts else "")
     try:
-        return JobSpec.model_validate_json((place / name / "spec.json").read_bytes())
+        return JobSpec.from_bytes((place / name / "spec.json").read_bytes())
     except OSError as error:
         msg = f"{place} holds no run{f' of job {job}' if job else ''}"
         raise NotFound(msg, hint="give the same --job and --data-dir as to `trireme run`") from error

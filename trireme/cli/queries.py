@@ -139,6 +139,8 @@ async def show_members(client: AnyClient, job: str, console: Console | None) -> 
         more = (
             ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
         )
+        if len({member.get("trireme_version", "") for member in members}) > 1:
+            more += ("trireme_version",)
         print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", *more, "tasks"), members)
     return {"members": members}
 

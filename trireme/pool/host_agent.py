@@ -54,6 +54,7 @@ from trireme.launch.run_folder import sockets
 from trireme.pool.host_status import HostMetrics, ProcessHealth
 from trireme.pool.registration import HostFolder, PlaceKeys, opened_folder
 from trireme.pool.settings import Settings, gpus, passed_on
+from trireme_shared import __version__
 from trireme_shared.platform.etcd import Etcd, KeyValue
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership import life_sign
@@ -201,6 +202,7 @@ class HostAgent:
             cores=max(1, self._cores // places),
             memory_bytes=psutil.virtual_memory().total // places,
             device="cuda" if kind == "trainer" and gpus() else "cpu",
+            trireme_version=__version__,
         )
 
     def _host(self, folder: HostFolder, forks: ForkServer, uds: str) -> Host:

@@ -436,7 +436,14 @@ def _about_a_job() -> Iterator[BaseModel]:
     yield of_job.SeriesPoints(name="loss", points=(point,))
     evaluated = Evaluation(number=3, step=60, timeline=0, checkpoint=_CHECKPOINT, metrics={"accuracy": 0.91})
     yield of_job.EvaluationPage(evaluations=(evaluated,))
-    yield of_job.Version(name="trireme-master", version=__version__, api="v1")
+    yield of_job.Version(
+        name="trireme-master",
+        version=__version__,
+        api="v1",
+        state_schema=1,
+        members={__version__: 4},
+        places={__version__: 4},
+    )
     yield of_job.TokenAccess(role="viewer")
     yield of_job.Health(status="ok")
 

@@ -36,7 +36,7 @@ from trireme_shared.protocol.explanations import Explanation
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
 from trireme_shared.protocol.records.job_choices import JobTask
-from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.records.job_spec import JobSettings, check_size
 from trireme_shared.protocol.rest import Empty, JobProgress, JobView, MasterView, MemberCounts
 from trireme_shared.protocol.rest_cluster import (
     ClusterJobPage,
@@ -70,7 +70,7 @@ ClusterOf = Annotated[ClusterMaster, Depends(cluster_of)]
 
 
 def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
-    """`storage_url`: the cluster's. Raises InvalidArgument."""
+    """`storage_url`: the cluster's. Raises InvalidArgument, TooLarge."""
     if asked.settings.dispatch != "master":
         raise InvalidArgument("dispatch etcd is for jobs without a master; a cluster's jobs have one")
     check_trackers(asked.settings.trackers)
@@ -80,6 +80,7 @@ def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
         storage=asked.storage or files.join(storage_url, asked.name),
         **{name: getattr(asked.settings, name) for name in JobSettings.model_fields},
     )
+    check_size(spec)
     return ClusterJob(
         job=asked.name,
         spec=spec,
@@ -90,7 +91,7 @@ def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
 
 
 def schedule_of(asked: CreateSchedule, storage_url: str) -> JobSchedule:
-    """`storage_url`: the cluster's. Raises InvalidArgument."""
+    """`storage_url`: the cluster's. Raises InvalidArgument, TooLarge."""
     job = job_of(asked, storage_url)
     return JobSchedule(
         name=asked.name,
@@ -135,8 +136,15 @@ async def get_job(cluster: ClusterOf, reading: ReadingIf, job: JobName) -> Respo
     if (led := term.jobs.get(job)) is not None and led.master.current_term is not None:
         view = await led_view(term, led.master, found, leader)
     else:
-        view = resting_view(found, await answered(cluster.state_of(job)), leader)
+        view = resting_view(found, await _last_state(cluster, found), leader)
     return reading.answer(view, view.version)
+
+
+async def _last_state(cluster: ClusterMaster, found: ClusterJob) -> JobState:
+    """As its last term left it; of a job that this version cannot read nothing is known."""
+    if found.standing is Standing.UNREADABLE:
+        return JobState()
+    return await answered(cluster.state_of(found.job))
 
 
 @router.get("/jobs/{job}/explanation", operation_id="explainJob")
@@ -146,7 +154,7 @@ async def explain_job(cluster: ClusterOf, job: JobName) -> Explanation:
     found = term.state.job(job)
     led = term.jobs.get(job)
     if led is None:
-        return explain_unled(term.state, found, clock.wall_time(), await answered(cluster.state_of(job)))
+        return explain_unled(term.state, found, clock.wall_time(), await _last_state(cluster, found))
     told = await explain_master(led.master, len(term.state.assigned_to(job, "trainer")))
     failing = failing_places(term.state, found)
     return told if failing is None else told.with_fields(also=(failing, *told.also))
@@ -413,7 +421,7 @@ def schedule_view(found: JobSchedule) -> ScheduleView:
 
 def schedule_page(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePage:
     """In the order of their names."""
-    found = term.state.schedules.values()
+    found = (term.state.schedules | term.state.unreadable_schedules).values()
     page, token = page_of(found, lambda each: (each.name,), page_size, page_token)
     return SchedulePage(schedules=tuple(schedule_view(each) for each in page), next_page_token=token)
 
@@ -453,6 +461,7 @@ def pool_member_view(state: ClusterState, place: Place, *, takes_work: bool = Tr
         cores=member.cores,
         memory_bytes=member.memory_bytes,
         device=member.device,
+        trireme_version=member.trireme_version,
         version=version,
     )
 

@@ -38,7 +38,6 @@ from master_service.core.state.cluster import (
 from trireme_shared.protocol.cron import latest_time, next_time
 from trireme_shared.protocol.errors import CallerError, Conflict, InvalidArgument
 from trireme_shared.protocol.records.cluster import (
-    RESERVED,
     ClusterJob,
     Drain,
     JobSchedule,
@@ -109,7 +108,7 @@ def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
             if job.wanted == "cancel":
                 raise Conflict(f"job {name} is being cancelled: it cannot be paused", job=name)
             return _wanted(job, "pause", "job_pause_asked")
-        case Standing.COMPLETED | Standing.FAILED | Standing.CANCELLED:
+        case Standing.COMPLETED | Standing.FAILED | Standing.CANCELLED | Standing.UNREADABLE:
             raise _ended(job, "paused")
 
 
@@ -130,7 +129,7 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
             if job.wanted == "cancel":
                 raise Conflict(f"job {name} is being cancelled: it cannot be resumed", job=name)
             return _wanted(job, "run", "job_resumed")
-        case Standing.COMPLETED | Standing.CANCELLED:
+        case Standing.COMPLETED | Standing.CANCELLED | Standing.UNREADABLE:
             raise _ended(job, "resumed")
 
 
@@ -147,7 +146,7 @@ def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[Cluste
             return _change(ended.with_fields(end_time=stamp), "job_cancelled")
         case Standing.ACTIVE:
             return _wanted(job, "cancel", "job_cancel_asked")
-        case Standing.COMPLETED | Standing.FAILED:
+        case Standing.COMPLETED | Standing.FAILED | Standing.UNREADABLE:
             raise _ended(job, "cancelled")
 
 
@@ -155,7 +154,7 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     """From now on the job is not resumed, and no job may come after it: its files are deleted. Raises
     NotFound, Conflict."""
     job = state.job(name)
-    if job.wanted == "delete":
+    if job.wanted == "delete" or job.standing is Standing.UNREADABLE:  # nothing is written of such a job
         return Decision(job)
     if not job.standing.final:
         msg = (
@@ -174,13 +173,14 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     return _change(job.with_fields(wanted="delete"), "job_delete_asked", f"job {name} is being deleted")
 
 
-def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
+def delete(state: ClusterState, name: str, *, has_keys: bool = True) -> ClusterDecision[ClusterJob]:
     """Answers the job that is no more; its script goes with the last job that has it. Call it after
-    `begin_delete`, once the files are gone. Raises NotFound; Conflict: its deletion was not begun."""
+    `begin_delete`, once the files are gone. `has_keys`: as in DropJob. Raises NotFound; Conflict: its
+    deletion was not begun."""
     job = state.job(name)
-    if job.wanted != "delete":
+    if job.wanted != "delete" and job.standing is not Standing.UNREADABLE:
         raise Conflict(f"the deletion of job {name} was not begun", job=name)
-    drops: tuple[ClusterChange, ...] = (DropJob(name), *drop_unused(state, job.source_digest))
+    drops: tuple[ClusterChange, ...] = (DropJob(name, has_keys), *drop_unused(state, job.source_digest))
     return Decision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
 
 
@@ -190,15 +190,14 @@ def drop_unused(state: ClusterState, digest: str) -> tuple[DropSource, ...]:
 
 
 def _check_name(state: ClusterState, name: str) -> None:
-    if name in RESERVED:
-        msg = f"a job cannot be called {name}: the names {', '.join(RESERVED)} are keys of the cluster itself"
-        raise InvalidArgument(msg, hint="choose another name", job=name)
     known = state.jobs.get(name)
     if known is not None:
         longer = f"; to train it longer, choose another name and --init-from {name}"
         way = (
             f"`trireme delete {name}` frees the name{longer}"
             if known.standing.final
+            else f"`trireme delete {name}` frees the name"
+            if known.standing is Standing.UNREADABLE
             else "choose another name"
         )
         raise Conflict(f"job {name} exists already; it is {known.standing}", hint=way, job=name)
@@ -352,8 +351,9 @@ def _wanted(job: ClusterJob, wanted: Wanted, event: str) -> ClusterDecision[Clus
 
 
 def _ended(job: ClusterJob, what: str) -> Conflict:
+    why = f"{job.reason}; it" if job.standing is Standing.UNREADABLE else "it"
     return Conflict(
-        f"job {job.job} is {job.standing}: it cannot be {what} any more",
+        f"job {job.job} is {job.standing}: {why} cannot be {what} any more",
         job=job.job,
         standing=str(job.standing),
     )
@@ -383,6 +383,15 @@ def finish(
     return Decision(None, (PutJob(left),), (event,))
 
 
+def fail(state: ClusterState, name: str, reason: str, stamp: str) -> ClusterDecision[None]:
+    """Whatever it was about: nothing more can be written about it. Nothing changes if it has ended."""
+    job = state.jobs.get(name)
+    if job is None or job.standing.final:
+        return Decision(None)
+    failed = _moved(job, Standing.FAILED, reason, wanted="run").with_fields(end_time=stamp, preempted_by="")
+    return replace(_change(failed, "job_failed"), answer=None)
+
+
 def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float | None) -> list[str]:
     """Names of jobs whose retention is over, or whose deletion was begun; longest ended first. `wall_time`:
     seconds since 1970; `retention_s`: how long a job is kept after its end, None: for ever. A job that
@@ -405,7 +414,7 @@ def follow_resize(
     parameter servers that have none are taken back once there are more than wanted. Answers whether anything
     changes."""
     job = state.jobs.get(name)
-    if job is None or job.standing.final:
+    if job is None or job.standing is not Standing.ACTIVE:
         return Decision(False)
     resized, fields = job, Fields(job=name)
     if pservers != job.pservers_wanted:
@@ -519,6 +528,19 @@ def run_due_schedule(state: ClusterState, wall_time: float) -> ClusterDecision[S
     return _run(state, state.schedules[name], time, wall_time)
 
 
+def skip_due_schedule(state: ClusterState, wall_time: float, cause: str) -> ClusterDecision[ScheduleLook]:
+    """The schedule whose time has come first creates no job, because of `cause`, and waits for its next
+    time."""
+    found = min(state.schedules.values(), key=lambda each: (instant(each.next_time), each.name))
+    return _failed(found, next_time(found.cron, found.time_zone, wall_time), f"no job was created: {cause}")
+
+
+def _failed(found: JobSchedule, following: float, reason: str) -> ClusterDecision[ScheduleLook]:
+    moved = found.with_fields(next_time=rfc3339(following), reason=reason)
+    event = _schedule_event("schedule_failed", f"schedule {found.name}: {reason}", found)
+    return Decision(ScheduleLook(again=True, next_look_s=0.0), (PutSchedule(moved),), (event,))
+
+
 def _run(
     state: ClusterState, found: JobSchedule, time: float, wall_time: float
 ) -> ClusterDecision[ScheduleLook]:
@@ -529,10 +551,7 @@ def _run(
         latest = max(time, latest_time(found.cron, found.time_zone, wall_time))
         following = next_time(found.cron, found.time_zone, wall_time)
     except ValueError as error:  # a time zone that this host does not know
-        later = rfc3339(wall_time + LOOK_AGAIN_S)
-        moved = found.with_fields(next_time=later, reason=str(error))
-        event = _schedule_event("schedule_failed", f"schedule {found.name}: {error}", found)
-        return Decision(again, (PutSchedule(moved),), (event,))
+        return _failed(found, wall_time + LOOK_AGAIN_S, str(error))
     ran = found.with_fields(next_time=rfc3339(following), last_time=rfc3339(latest))
     stamp = rfc3339(wall_time)
     job = _job_of(found, latest)
@@ -548,10 +567,7 @@ def _run(
     try:
         created = create(state, job, None, stamp)
     except CallerError as error:
-        reason = f"job {job.job} could not be created: {error.message}"
-        moved = ran.with_fields(reason=reason)
-        event = _schedule_event("schedule_failed", f"schedule {found.name}: {reason}", found)
-        return Decision(again, (PutSchedule(moved),), (event,))
+        return _failed(ran, following, f"job {job.job} could not be created: {error.message}")
     missed = " (times before it were missed)" if latest > time else ""
     reason = f"created job {job.job} for {rfc3339(latest)}{missed}"
     changes, events = created.changes, created.events
@@ -575,11 +591,11 @@ def _job_of(found: JobSchedule, time: float) -> ClusterJob:
 
 
 def _check_schedule(state: ClusterState, asked: JobSchedule) -> None:
-    if asked.name in state.schedules:
+    if asked.name in state.schedules or asked.name in state.unreadable_schedules:
         hint = f"`trireme schedules delete {asked.name}` frees the name"
         raise Conflict(f"schedule {asked.name} exists already", hint=hint, schedule=asked.name)
-    if len(state.schedules) >= MAX_SCHEDULES:
-        raise Conflict(f"the cluster has {len(state.schedules)} schedules, at most {MAX_SCHEDULES} are taken")
+    if (count := len(state.schedules) + len(state.unreadable_schedules)) >= MAX_SCHEDULES:
+        raise Conflict(f"the cluster has {count} schedules, at most {MAX_SCHEDULES} are taken")
     if len(asked.name) > NAME_CHARACTERS:
         msg = (
             f"the schedule's name has {len(asked.name)} characters, at most {NAME_CHARACTERS}: its "
