@@ -212,7 +212,8 @@ def _task_view(
 
 
 def members(job: Job, page_size: int, page_token: str) -> MemberPage:
-    everyone = (*job.members.pservers.values(), *job.members.trainers.values())
+    everyone: list[TrainerMember | PserverMember] = [*job.members.pservers.values()]
+    everyone += job.members.trainers.values()
     page, token = page_of(everyone, _place_of, page_size, page_token)
     tasks_of: dict[str, list[str]] = {}
     for queue in job.queues.values():
