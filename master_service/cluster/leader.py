@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 from master_service.cluster.ended_jobs import EndedTrackers, Retention
-from master_service.cluster.store import take_over
+from master_service.cluster.store import LAST_BYTES, MAX_BYTES, take_over
 from master_service.cluster.term import ClusterTerm
+from master_service.cluster.unreadable import news_of
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Decision, Event
@@ -26,13 +27,16 @@ from master_service.core.state.kept import EventLog
 from master_service.leadership.election import Candidate, Leads, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
+from master_service.storage.places import check_place
 from master_service.storage.series_files import SeriesReader, StoredMetrics
 from master_service.store.between_runs import start_again
 from master_service.store.schema import read_events
 from trireme_shared.platform.etcd import Etcd, Get, Lease
-from trireme_shared.platform.etcd.reading import must_read
+from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.platform.membership.names import NameUse, check_free, forget_communicator, uses_of
 from trireme_shared.platform.runtime import clock, http, telemetry
 from trireme_shared.platform.runtime.http import own_network
+from trireme_shared.platform.security.access import CALLER
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import Conflict, NotFound, NotReady
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
@@ -49,7 +53,8 @@ log = telemetry.logger("cluster")
 @dataclass(eq=False, repr=False)
 class ClusterMaster(Leads[ClusterTerm]):
     """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place
-    of their own. `job_retention_s`: so long after its end a job is deleted; None: never."""
+    of their own; `storage_allowed`: further places that jobs may name. `job_retention_s`: so long after its
+    end a job is deleted; None: never."""
 
     etcd: Etcd
     keys: ClusterKeys
@@ -57,6 +62,7 @@ class ClusterMaster(Leads[ClusterTerm]):
     name: str
     url: str
     storage_url: str
+    storage_allowed: tuple[str, ...] = ()
     ttl_s: float = 3.0
     rebalance_s: float = 30.0
     job_retention_s: float | None = None
@@ -101,6 +107,7 @@ class ClusterMaster(Leads[ClusterTerm]):
                 self.events.begin(lambda: start.state.events, term.writer.tell)
                 elected = f"{self.name} leads the cluster in term {lock.term}"
                 self.events.add([Event("leader_elected", elected, {"term": lock.term, "url": self.url})])
+                self.events.add(news_of(start.state))
                 async with asyncio.TaskGroup() as group:
                     group.create_task(Retention(self, self.job_retention_s).run())
                     group.create_task(EndedTrackers(self, self.events.add).run())
@@ -174,10 +181,19 @@ class ClusterMaster(Leads[ClusterTerm]):
     # `once`: of a request with an Idempotency-Key; all raise AnsweredBefore, IdempotencyKeyReused then.
     # `expected`: the version of what it changes; all raise PreconditionFailed if it has another one.
 
+    async def check_storage(self, url: str) -> None:
+        """`url`: what a user names for a job's files; "" is the cluster's own place. Raises
+        InvalidArgument."""
+        if url:
+            await asyncio.to_thread(check_place, url, (self.storage_url, *self.storage_allowed))
+
     async def create_job(
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
         """Raises Conflict, InvalidArgument, NotFound."""
+        if job.job not in self.state.jobs:
+            uses = await uses_of(self.etcd, self.keys.keys_of(job.job))
+            check_free(job.job, uses, NameUse.CLUSTER, "choose another name")
         return await self._decide(
             lambda state, _: cluster_jobs.create(state, job, source, clock.timestamp()), once
         )
@@ -209,7 +225,12 @@ class ClusterMaster(Leads[ClusterTerm]):
         return await self._decide(expected.job(name, lambda state, _: cluster_jobs.resume(state, name)), once)
 
     async def _opened_again(self, name: str) -> bool:
-        """Also if a leader before this one has done it, and died before the job was QUEUED."""
+        """Also if a leader before this one has done it, and died before the job was QUEUED. Raises Conflict:
+        a run has the name, and nothing here may change it."""
+        if not await self._has_keys(self.state.job(name)):
+            check_free(
+                name, [NameUse.RUN], NameUse.CLUSTER, f"`trireme delete {name}` leaves the run as it is"
+            )
         if await start_again(self.etcd, self.keys.keys_of(name)):
             return True
         return (await self.state_of(name)).phase is not Phase.FAILED
@@ -251,13 +272,25 @@ class ClusterMaster(Leads[ClusterTerm]):
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        await self._decide(expected.job(name, lambda state, _: cluster_jobs.begin_delete(state, name)))
+        begin = expected.job(name, lambda state, _: cluster_jobs.begin_delete(state, name))
+        await self._decide(begin, most_bytes=LAST_BYTES)
 
     async def _delete_job(self, name: str) -> ClusterJob:
         job = self.state.job(name)
         if job.spec.storage == files.join(self.storage_url, name):
             await self.remove_files(job.spec)
-        return await self._decide(lambda state, _: cluster_jobs.delete(state, name))
+        has_keys = await self._has_keys(job)
+        await forget_communicator(self.etcd, self.keys.keys_of(name))
+        return await self._decide(lambda state, _: cluster_jobs.delete(state, name, has_keys=has_keys))
+
+    async def _has_keys(self, job: ClusterJob) -> bool:
+        """Whether the keys below its name are its own. A run may have begun under that name, where an earlier
+        version did not refuse it: its files lie elsewhere. Raises PeerError."""
+        keys = self.keys.keys_of(job.job)
+        found = await self.etcd.get(keys.spec)
+        known = read_record(JobSpec, keys.spec, found.value) if found is not None else None
+        storage = job.spec.storage or files.join(self.storage_url, job.job)
+        return known is None or known.storage == storage
 
     async def create_schedule(
         self, schedule: JobSchedule, source: Source | None, once: Once[JobSchedule] | None = None
@@ -328,12 +361,35 @@ class ClusterMaster(Leads[ClusterTerm]):
         return [each for each in found if each.number <= settled]
 
     async def _decide(
-        self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None
+        self,
+        decision: Callable[[ClusterState, float], ClusterDecision[A]],
+        once: Once[A] | None = None,
+        most_bytes: int = MAX_BYTES,
     ) -> A:
         term = self.term
-        answer = await term.writer.decide(once.decide(decision) if once is not None else decision)
+        asked = _signed(once.decide(decision) if once is not None else decision)
+        answer = await term.writer.decide(asked, most_bytes)
         term.look_again()
         return answer
+
+
+def _signed(
+    decision: Callable[[ClusterState, float], ClusterDecision[A]],
+) -> Callable[[ClusterState, float], ClusterDecision[A]]:
+    """Its events name the token of the request that this task serves."""
+    caller = CALLER.get()
+    if caller is None or not caller.token:
+        return decision
+
+    def signed(state: ClusterState, now: float) -> ClusterDecision[A]:
+        decided = decision(state, now)
+        told = tuple(
+            Event(each.name, f"{each.message}; asked by {caller}", {**each.fields, "token": caller.token})
+            for each in decided.events
+        )
+        return replace(decided, events=told)
+
+    return signed
 
 
 #: What a process leads, and REST serves: one job, or those of a cluster.

@@ -3,6 +3,7 @@ pause.
 
 queue read -> all blocks copied as they are at one instant -> file, manifest -> checkpoints/pservers/<index>
     -> older files deleted
+                                                   `-> an error: the files of this one deleted
 
 The queue is read first: a task that is done in it is wholly in the copy, so the losses of a return to it can
 be counted. Such checkpoints of two pservers are of different moments, so a pserver only loads its own.
@@ -24,7 +25,7 @@ from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.records import JobSpec, Mode
-from trireme_shared.protocol.records.checkpoints import CheckpointRef, OwnCheckpoints
+from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef, OwnCheckpoints
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.serving.core.ledger import AsyncSnapshot
 from trireme_shared.serving.core.stores import AsyncStore
@@ -44,6 +45,7 @@ class Independent:
         self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
         self._pserver, self._own_index, self.offload = context.pserver, context.own_index, context.offload
         self._number = 0
+        self._unnamed: set[str] = set()  # checkpoints that were begun here, and that the key does not name
 
     async def run(self) -> None:
         """Until cancelled. No failure here ends training."""
@@ -109,6 +111,34 @@ class Independent:
             cut=Cut(cut.queue),
             file=f"pserver-{self._pserver.index}.{ids.new_id()}.safetensors",
         )
+        self._unnamed.add(pending.uuid)
+        try:
+            part, kept = await self._commit(spec, pending, snapshot, before, revision)
+        except (PeerError, LeaseLost):  # the key may name it all the same
+            raise
+        except (OSError, InvalidArgument, GivenUp):
+            await self._remove(spec, {pending.uuid})
+            raise
+        self._pserver.checkpoint_error = ""
+        seconds = round(clock.monotonic() - began, 3)
+        log.info(
+            "checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds
+        )
+        named = {ref.uuid for ref in kept}
+        stale = {ref.uuid for ref in (before.kept if before else ())} | self._unnamed
+        self._unnamed -= named
+        await self._remove(spec, stale - named)
+
+    async def _commit(
+        self,
+        spec: JobSpec,
+        pending: PendingCheckpoint,
+        snapshot: AsyncSnapshot,
+        before: OwnCheckpoints | None,
+        revision: int,
+    ) -> tuple[CheckpointPart, tuple[CheckpointRef, ...]]:
+        """Its part, and what the key names then. Raises GivenUp, PeerError, LeaseLost, OSError,
+        InvalidArgument."""
         try:
             ledger = lambda: ledger_metadata(snapshot)  # noqa: E731
             part = await write_part(saving_of(self._context), self.offload, pending, snapshot, ledger)
@@ -121,9 +151,8 @@ class Independent:
             self._keys.job, spec, [part], term=term, generation=generation, timestamp=part.timestamp
         )
         name: str = await self.offload(writer.write_manifest, spec.storage, manifest)
-        ref = CheckpointRef(uuid=pending.uuid, step=number, timeline=timeline, manifest=name)
-        older = self._older(before)
-        kept = (ref, *older)[: spec.keep_checkpoints]
+        ref = CheckpointRef(uuid=pending.uuid, step=part.step, timeline=pending.timeline, manifest=name)
+        kept = (ref, *self._older(before))[: spec.keep_checkpoints]
         own = OwnCheckpoints(
             pserver=self._pserver.index,
             incarnation=self._pserver.incarnation,
@@ -135,14 +164,19 @@ class Independent:
         proofs = [self._own_index.held, Compare.mod(key, "==", revision)]
         if not (await self._etcd.txn(proofs, [Put(key, own.to_bytes())])).succeeded:
             raise GivenUp(f"pserver-{self._pserver.index} is another process now, or its key has moved")
-        self._pserver.checkpoint_error = ""
-        seconds = round(clock.monotonic() - began, 3)
-        log.info(
-            "checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds
-        )
-        stale = [each.uuid for each in (before.kept if before else ()) if each not in kept]
-        if stale:
-            await self.offload(writer.remove, spec.storage, stale)
+        return part, kept
+
+    async def _remove(self, spec: JobSpec, uuids: set[str]) -> None:
+        """Files of checkpoints that the key does not name, and never will."""
+        if not uuids:
+            return
+        self._unnamed |= uuids
+        try:
+            await self.offload(writer.remove, spec.storage, sorted(uuids))
+        except OSError as error:  # the next checkpoint removes them
+            log.warning("checkpoints_not_deleted", checkpoints=sorted(uuids), cause=str(error))
+        else:
+            self._unnamed -= uuids
 
     async def copied(self, store: AsyncStore, number: int) -> AsyncSnapshot:
         """All of it as it is at one instant; pushes go on meanwhile. Raises GivenUp."""

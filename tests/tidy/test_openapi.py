@@ -141,7 +141,7 @@ def test_every_list_is_paged_and_says_what_a_page_token_looks_like() -> None:
             "listJobTasks",
         }:
             assert {"page_size", "page_token"} <= parameters.keys(), path
-            assert parameters["page_token"]["pattern"] == "^[0-9]{0,18}$", path
+            assert parameters["page_token"]["pattern"] == "^[A-Za-z0-9_-]{0,3000}$", path
             assert parameters["page_size"]["maximum"] == 1000, path
 
 

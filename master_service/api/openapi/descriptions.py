@@ -233,7 +233,7 @@ PARAMETERS = {
     "metric": ("Name of the series: step_loss or epoch_loss.", "step_loss"),
     "operation_id": ("Id of an operation, as in the answer of what began it.", "checkpoint-1a2b3c"),
     "page_size": ("At most so many items.", 100),
-    "page_token": ("next_page_token of the page before; empty: the first page.", "100"),
+    "page_token": ("next_page_token of the page before; empty: the first page.", "Wzk5XQ"),
     "resize_id": ("Id of a resize, as in listResizes.", "resize-1a2b3c"),
     "schedule": ("Name of the schedule.", "nightly"),
     "strategy": ("live: slots move while the job trains. restart: by a checkpoint.", "live"),
@@ -346,7 +346,7 @@ def _about_a_job() -> Iterator[BaseModel]:
         remaining_s=29.8,
     )
     yield task
-    yield of_job.TaskPage(tasks=(task,), next_page_token="100")  # noqa: S106
+    yield of_job.TaskPage(tasks=(task,), next_page_token="Wzk5XQ")  # noqa: S106
     yield TaskSummary(
         epoch=1, epochs=5, stage=Stage.TRAIN, total=24, todo=14, pending=2, done=8, discarded=0,
         records_total=11990, records_done=4096, task_records=512, steps_per_epoch=47, total_steps=235,
@@ -436,7 +436,14 @@ def _about_a_job() -> Iterator[BaseModel]:
     yield of_job.SeriesPoints(name="loss", points=(point,))
     evaluated = Evaluation(number=3, step=60, timeline=0, checkpoint=_CHECKPOINT, metrics={"accuracy": 0.91})
     yield of_job.EvaluationPage(evaluations=(evaluated,))
-    yield of_job.Version(name="trireme-master", version=__version__, api="v1")
+    yield of_job.Version(
+        name="trireme-master",
+        version=__version__,
+        api="v1",
+        state_schema=1,
+        members={__version__: 4},
+        places={__version__: 4},
+    )
     yield of_job.TokenAccess(role="viewer")
     yield of_job.Health(status="ok")
 

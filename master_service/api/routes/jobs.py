@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from master_service.api import render
-from master_service.api.render import offset_of, page_of
+from master_service.api.render import page_of
 from master_service.api.routes.dependencies import (
     AnsweringInCluster,
     ExpectedVersion,
@@ -36,7 +36,7 @@ from trireme_shared.protocol.explanations import Explanation
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
 from trireme_shared.protocol.records.job_choices import JobTask
-from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.records.job_spec import JobSettings, check_size
 from trireme_shared.protocol.rest import Empty, JobProgress, JobView, MasterView, MemberCounts
 from trireme_shared.protocol.rest_cluster import (
     ClusterJobPage,
@@ -70,7 +70,7 @@ ClusterOf = Annotated[ClusterMaster, Depends(cluster_of)]
 
 
 def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
-    """`storage_url`: the cluster's. Raises InvalidArgument."""
+    """`storage_url`: the cluster's. Raises InvalidArgument, TooLarge."""
     if asked.settings.dispatch != "master":
         raise InvalidArgument("dispatch etcd is for jobs without a master; a cluster's jobs have one")
     check_trackers(asked.settings.trackers)
@@ -80,6 +80,7 @@ def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
         storage=asked.storage or files.join(storage_url, asked.name),
         **{name: getattr(asked.settings, name) for name in JobSettings.model_fields},
     )
+    check_size(spec)
     return ClusterJob(
         job=asked.name,
         spec=spec,
@@ -90,7 +91,7 @@ def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
 
 
 def schedule_of(asked: CreateSchedule, storage_url: str) -> JobSchedule:
-    """`storage_url`: the cluster's. Raises InvalidArgument."""
+    """`storage_url`: the cluster's. Raises InvalidArgument, TooLarge."""
     job = job_of(asked, storage_url)
     return JobSchedule(
         name=asked.name,
@@ -104,9 +105,13 @@ def schedule_of(asked: CreateSchedule, storage_url: str) -> JobSchedule:
 
 
 @router.post("/jobs", operation_id="createJob", status_code=201)
-async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster) -> ClusterJobView:
+async def create_job(
+    cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster, response: Response
+) -> ClusterJobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
+    await cluster.check_storage(asked.storage)
     job = job_of(asked, cluster.storage_url)
+    response.headers["Location"] = f"/v1/jobs/{job.job}"
     call = partial(cluster.create_job, job, asked.source)
     return await answering.answer(ClusterJobView, call, partial(job_view, cluster.term))
 
@@ -131,8 +136,15 @@ async def get_job(cluster: ClusterOf, reading: ReadingIf, job: JobName) -> Respo
     if (led := term.jobs.get(job)) is not None and led.master.current_term is not None:
         view = await led_view(term, led.master, found, leader)
     else:
-        view = resting_view(found, await answered(cluster.state_of(job)), leader)
+        view = resting_view(found, await _last_state(cluster, found), leader)
     return reading.answer(view, view.version)
+
+
+async def _last_state(cluster: ClusterMaster, found: ClusterJob) -> JobState:
+    """As its last term left it; of a job that this version cannot read nothing is known."""
+    if found.standing is Standing.UNREADABLE:
+        return JobState()
+    return await answered(cluster.state_of(found.job))
 
 
 @router.get("/jobs/{job}/explanation", operation_id="explainJob")
@@ -142,7 +154,7 @@ async def explain_job(cluster: ClusterOf, job: JobName) -> Explanation:
     found = term.state.job(job)
     led = term.jobs.get(job)
     if led is None:
-        return explain_unled(term.state, found, clock.wall_time(), await answered(cluster.state_of(job)))
+        return explain_unled(term.state, found, clock.wall_time(), await _last_state(cluster, found))
     told = await explain_master(led.master, len(term.state.assigned_to(job, "trainer")))
     failing = failing_places(term.state, found)
     return told if failing is None else told.with_fields(also=(failing, *told.also))
@@ -245,11 +257,13 @@ schedules = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
 @schedules.post("", operation_id="createSchedule", status_code=201)
 async def create_schedule(
-    cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster
+    cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster, response: Response
 ) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the
     latest one runs."""
+    await cluster.check_storage(asked.storage)
     found = schedule_of(asked, cluster.storage_url)
+    response.headers["Location"] = f"/v1/schedules/{found.name}"
     return await answering.answer(
         ScheduleView, partial(cluster.create_schedule, found, asked.source), schedule_view
     )
@@ -314,8 +328,7 @@ def job_view(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
 
 def job_page(term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str) -> ClusterJobPage:
     found = [each for each in term.state.jobs.values() if standing is None or each.standing is standing]
-    found.sort(key=lambda each: (each.number, each.job))
-    page, token = page_of(found, offset_of(page_token), page_size)
+    page, token = page_of(found, lambda each: (each.number, each.job), page_size, page_token)
     return ClusterJobPage(jobs=tuple(job_view(term, each) for each in page), next_page_token=token)
 
 
@@ -394,8 +407,8 @@ def pool_view(term: ClusterTerm) -> PoolView:
 
 def pool_member_page(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
     """In the order of their kinds and names."""
-    places = sorted(term.state.members.keys() | term.state.drains.keys())
-    page, token = page_of(places, offset_of(page_token), page_size)
+    places = term.state.members.keys() | term.state.drains.keys()
+    page, token = page_of(places, lambda place: place, page_size, page_token)
     return PoolMemberPage(
         members=tuple(pool_member_view(term.state, place) for place in page), next_page_token=token
     )
@@ -408,8 +421,8 @@ def schedule_view(found: JobSchedule) -> ScheduleView:
 
 def schedule_page(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePage:
     """In the order of their names."""
-    found = [term.state.schedules[name] for name in sorted(term.state.schedules)]
-    page, token = page_of(found, offset_of(page_token), page_size)
+    found = (term.state.schedules | term.state.unreadable_schedules).values()
+    page, token = page_of(found, lambda each: (each.name,), page_size, page_token)
     return SchedulePage(schedules=tuple(schedule_view(each) for each in page), next_page_token=token)
 
 
@@ -448,6 +461,7 @@ def pool_member_view(state: ClusterState, place: Place, *, takes_work: bool = Tr
         cores=member.cores,
         memory_bytes=member.memory_bytes,
         device=member.device,
+        trireme_version=member.trireme_version,
         version=version,
     )
 

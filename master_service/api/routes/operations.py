@@ -51,10 +51,14 @@ class AskingFor:
 
     master: Master
     response: Response
-    key: str
     keyed: Keyed | None
     by: str
     wait_s: float
+
+    @property
+    def key(self) -> str:
+        """What the operation's id is made of, so that the same request finds it again; "": a new id."""
+        return self.keyed.key if self.keyed else ""
 
     async def begin(
         self, call: Callable[[Once[Operation] | None], Awaitable[Operation]], place: str = "operations"
@@ -81,7 +85,7 @@ async def _asking(
     master: MasterOf, request: Request, response: Response, idempotency_key: Key = "", wait_s: WaitS = 0.0
 ) -> AskingFor:
     keyed = await keyed_request(request, idempotency_key, job=master.keys.job)
-    return AskingFor(master, response, idempotency_key, keyed, asked_by(request), wait_s)
+    return AskingFor(master, response, keyed, asked_by(request), wait_s)
 
 
 Asking = Annotated[AskingFor, Depends(_asking)]

@@ -4,6 +4,7 @@
     master/lock              MasterLock         master's   candidates            create = 0; gives the term
     master/addr              MasterAddress      master's   master                lock
     job/spec job/state       JobSpec ...        -          master                lock
+    job/schema               StateSchema        -          master                lock
     job/failures             FailureCounts      -          master                lock
     job/checkpoint           CheckpointRequest  -          master                lock
     job/evaluation           EvaluationStatus   -          master                lock; members follow it
@@ -109,6 +110,7 @@ class Keys:
     sweep_lock = _Key("sweep/lock")
     spec = _Key("job/spec")
     state = _Key("job/state")
+    schema = _Key("job/schema")
     failures = _Key("job/failures")
     # members follow it: trainers carry the request into a version
     checkpoint_request = _Key("job/checkpoint")
@@ -288,6 +290,7 @@ class ClusterKeys:
     cluster/lock                    MasterLock    leader's  candidates   create = 0; gives the leader's term
     cluster/addr                    MasterAddress leader's  leader       lock
     cluster/commit                  text          -         leader       lock + its own value
+    cluster/schema                  StateSchema   -         leader       lock
     cluster/answers/<digest>        KeptAnswer    -         leader       lock
     cluster/events/<first id>       EventChunk    -         leader       lock
     jobs/<job>                      ClusterJob    -         leader       lock
@@ -310,6 +313,7 @@ class ClusterKeys:
     lock = _Key("cluster/lock")
     address = _Key("cluster/addr")
     commit = _Key("cluster/commit")
+    schema = _Key("cluster/schema")
     answers = _Key("cluster/answers/")
     events = _Key("cluster/events/")
     jobs = _Key("jobs/")

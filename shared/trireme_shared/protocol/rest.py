@@ -190,6 +190,9 @@ class MemberView(Record):
         "strategy, or no trainer.",
     )
     tasks: tuple[str, ...] = Field(default=(), description="Ids of the tasks that a trainer works on.")
+    trireme_version: str = Field(
+        default="", description="Version of Trireme that the member runs; empty: it does not say."
+    )
 
 
 class MemberPage(Record):
@@ -425,6 +428,18 @@ class Version(Record):
     name: str
     version: str = Field(description="Version of Trireme.")
     api: str = Field(description="Version of the API, the first part of its paths.")
+    state_schema: int = Field(
+        default=0, description="Version of the form in which etcd holds jobs and clusters."
+    )
+    members: dict[str, int] = Field(
+        default_factory=dict,
+        description="How many trainers and parameter servers of the jobs that this master leads run each "
+        "version of Trireme; an empty version: they do not say.",
+    )
+    places: dict[str, int] = Field(
+        default_factory=dict,
+        description="The same of the pool's places, by the version of their host agents.",
+    )
 
 
 class Health(Record):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from trireme_shared.protocol.records import Mode, Record
 from trireme_shared.protocol.records.cluster import Kind, Scheduling, Source, Standing, TaskState
-from trireme_shared.protocol.records.job_choices import JOB_NAME
+from trireme_shared.protocol.records.job_choices import JobName
 from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.records.record import UrlText
 from trireme_shared.protocol.rest import JobProgress
 
 
@@ -17,17 +18,15 @@ class CreateJob(Record):
     """`source`: the script itself, or `script`: a path or URL that every member can read. `settings`: as in
     trireme.Config, with the dataset. `storage`: where its files go (default: below the cluster's storage)."""
 
-    keeps_nulls: ClassVar[bool] = True
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=JOB_NAME)
+    name: JobName
     settings: JobSettings = Field(description="The job's settings, as in trireme.Config.")
     source: Source | None = Field(default=None, description="The script itself; null if `script` names it.")
-    script: str = Field(
+    script: UrlText = Field(
         default="", max_length=2000, description="Path or URL of the script, which every member can read."
     )
-    storage: str = Field(default="", max_length=2000)
+    storage: UrlText = Field(default="", max_length=2000)
     scheduling: Scheduling = Field(default_factory=Scheduling)
 
     @model_validator(mode="after")
@@ -179,6 +178,9 @@ class PoolMemberView(Record):
     cores: int = Field(default=1, description="Number of processor cores that the place has.")
     memory_bytes: int = Field(default=0, description="Bytes of memory that the place has.")
     device: str = Field(default="", description="What the place can compute on.")
+    trireme_version: str = Field(
+        default="", description="Version of Trireme that the host agent runs; empty: it does not say."
+    )
     version: str = ""
 
 

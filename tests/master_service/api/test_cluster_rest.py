@@ -39,6 +39,7 @@ def test_a_schedule_is_created_shown_and_deleted_by_rest() -> None:
             }
             created = await client.post("/v1/schedules", json=body, headers={"Idempotency-Key": "once"})
             assert created.status_code == 201, created.text
+            assert created.headers["location"] == "/v1/schedules/night"
             shown = created.json()
             assert (shown["name"], shown["cron"], shown["concurrency"]) == ("night", "30 2 * * *", "forbid")
             assert shown["next_time"][11:16] in ("00:30", "01:30")
@@ -71,6 +72,7 @@ def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
             }
             created = await client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
             assert created.status_code == 201, created.text
+            assert created.headers["location"] == "/v1/jobs/a"
             shown = created.json()
             assert (shown["job"], shown["state"], shown["scheduling"]["priority"]) == ("a", "QUEUED", 7)
             again = await client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})

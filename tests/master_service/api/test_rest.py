@@ -200,7 +200,7 @@ async def test_problems_have_one_shape() -> None:
             "body.generation",
         ]
         check_problem(await client.post("/v1/task-leases", content=b"{not json"), 422, "INVALID_ARGUMENT")
-        check_problem(await client.get("/v1/tasks?page_token=x"), 422, "INVALID_ARGUMENT")
+        check_problem(await client.get("/v1/tasks?page_token=x"), 400, "INVALID_ARGUMENT")
         check_problem(await client.get("/v1/tasks?page_size=0"), 422, "INVALID_ARGUMENT")
         check_problem(await client.get("/v1/tasks?kind=EVALUATE"), 404, "NOT_FOUND")
         check_problem(await client.get("/v1/metrics?metric=x"), 404, "NOT_FOUND")

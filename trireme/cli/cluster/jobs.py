@@ -81,7 +81,9 @@ def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
         return {"members": [member.model_dump(mode="json") async for member in cluster.list_pool_members()]}
 
     def show(console: Console, document: dict[str, Any]) -> None:
-        columns = ("member_id", "state", "job", "host", "cores", "device", "trouble")
+        mixed = len({member["trireme_version"] for member in document["members"]}) > 1
+        more = ("trireme_version",) if mixed else ()
+        columns = ("member_id", "state", "job", "host", "cores", "device", *more, "trouble")
         print_table(console, columns, document["members"])
 
     return answer(ask, show, data_dir, url, as_json=as_json)

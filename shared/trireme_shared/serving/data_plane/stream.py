@@ -570,7 +570,8 @@ async def take_upgrade(request: web.Request) -> web.StreamResponse:
 
 def asked_of(request: web.Request) -> Asked:
     """Take it while the connection is open: it has the address."""
-    return Asked.of(request.method, request.headers, request.get_extra_info("sockname"))
+    ends = (request.get_extra_info("sockname"), request.get_extra_info("peername"))
+    return Asked.of(request.method, request.headers, *ends)
 
 
 async def close_streams(app: web.Application) -> None:
