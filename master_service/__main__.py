@@ -25,7 +25,7 @@ from master_service.storage.job_storage import FileStorage
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.local_script import LocalScripts
 from trireme_shared.platform.membership.settings import CONFIGURATION
-from trireme_shared.platform.runtime import ids, service, telemetry
+from trireme_shared.platform.runtime import ids, output, service, telemetry
 from trireme_shared.platform.runtime.process_setup import fix_hash_seed
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import InvalidArgument
@@ -98,6 +98,7 @@ def main() -> int:
             "files go there)\n"
         )
         return CONFIGURATION
+    output.patient()
     telemetry.configure(level=settings.log_level, service="master", member=settings.name)
     return service.run(lambda stopping: _serve(settings, stopping))
 

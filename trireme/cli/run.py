@@ -49,7 +49,8 @@ from trireme.view.live_progress import ProgressReporter, ScriptOutput
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime import clock, ids, output, telemetry
+from trireme_shared.platform.runtime.limits import cores, memory_bytes
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.access import is_loopback
 from trireme_shared.platform.security.tls import Tls
@@ -85,6 +86,7 @@ class RunRequest:
 
 def run_command(request: RunRequest) -> int:
     """Returns the exit code; prints all messages."""
+    output.patient()
     telemetry.configure(level="ERROR", json=False)
     try:
         check_path(request.script)

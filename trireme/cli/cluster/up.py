@@ -35,7 +35,7 @@ from trireme.settings import UsageError, outside_script
 from trireme.view.child_events import ChildEvent
 from trireme.view.progress import say
 from trireme_shared.platform.etcd.embedded import find_binary, sweep_sockets
-from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, output, telemetry
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.platform.storage import files
@@ -63,6 +63,7 @@ class UpRequest:
 
 def up(request: UpRequest) -> int:
     """Returns the exit code: 0 if it was ended in order."""
+    output.patient()
     telemetry.configure(level="ERROR", json=False)
     try:
         return asyncio.run(_up(request))

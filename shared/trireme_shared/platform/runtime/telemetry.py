@@ -9,31 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, TextIO, cast
 
 import structlog
 
 from trireme_shared.platform.runtime import clock
-
-
-class _Unfailing:
-    """A text stream whose writes never raise: a log on a full disk must not end what is logged."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
+from trireme_shared.platform.runtime.output import Unfailing
 
 
 class Tally:
@@ -58,7 +39,7 @@ class Tally:
 def unfailing_output() -> None:
     """From now on a `print`, of a user's script for example, raises nothing if it cannot be written: a full
     disk is no error of the script."""
-    sys.stdout, sys.stderr = cast("TextIO", _Unfailing(sys.stdout)), cast("TextIO", _Unfailing(sys.stderr))
+    sys.stdout, sys.stderr = cast("TextIO", Unfailing(sys.stdout)), cast("TextIO", Unfailing(sys.stderr))
 
 
 def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) -> None:
@@ -76,7 +57,7 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
             structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(sys.stderr))),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", Unfailing(sys.stderr))),
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=max(threshold, logging.WARNING), stream=sys.stderr, force=True)
@@ -96,7 +77,7 @@ def only_warnings() -> None:
                 structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
             ],
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-            logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(sys.stderr))),
+            logger_factory=structlog.PrintLoggerFactory(cast("TextIO", Unfailing(sys.stderr))),
             cache_logger_on_first_use=False,
         )
 
