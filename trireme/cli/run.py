@@ -19,11 +19,11 @@ from trireme.cli.history import logs
 from trireme.cli.history.metrics import loss_chart
 from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
-from trireme.cli.tables.memory import memory_bytes, memory_of_tables
+from trireme.cli.tables.memory import memory_of_tables
 from trireme.launch import resume, run_folder
 from trireme.launch.cluster import LocalCluster, pservers_for
 from trireme.launch.interrupt import InterruptHandler, resume_command
-from trireme.launch.processes import ForkServer, cores
+from trireme.launch.processes import ForkServer
 from trireme.launch.resume import Facts
 from trireme.launch.run_folder import told_if_full
 from trireme.launch.supervision import HOST, ClusterSettings

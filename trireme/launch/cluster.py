@@ -29,7 +29,7 @@ from pathlib import Path
 
 from master_service.store.between_runs import renew, start_again
 from trireme.launch.leases import LostLease, LostLeases, Vouching
-from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, cores, revoke_leases_of
+from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, revoke_leases_of
 from trireme.launch.resume import Facts, parameter_bytes
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, ClusterSettings, SupervisedProcesses
@@ -40,6 +40,7 @@ from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys

@@ -78,11 +78,6 @@ class Process(Protocol):
     def send_signal(self, signal: int, /) -> None: ...
 
 
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def inherited_environment() -> dict[str, str]:
     """Our environment for children, without TRIREME_* (those settings are in the spec), with the malloc
     tunables and a fixed hash seed."""

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 
 from trireme.launch.leases import LostLeases, Vouching
 from trireme.launch.processes import (
@@ -43,7 +42,6 @@ from trireme.launch.processes import (
     ForkServer,
     RestartPolicy,
     Start,
-    cores,
     death_event,
     inherited_environment,
     revoke_leases_of,
@@ -59,6 +57,7 @@ from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import begun, http, ids, service, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.limits import cores, memory_bytes
 from trireme_shared.platform.runtime.service import READY_FILE
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys, Keys
@@ -187,7 +186,7 @@ class HostAgent:
             url=self.url,
             incarnation=self._incarnation,
             cores=max(1, self._cores // places),
-            memory_bytes=psutil.virtual_memory().total // places,
+            memory_bytes=memory_bytes() // places,
             device="cuda" if kind == "trainer" and gpus() else "cpu",
         )
 
