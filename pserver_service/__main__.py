@@ -38,6 +38,7 @@ def main() -> int:
 
     settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="pserver", job=settings.job)
+    settings.look_up_own_name()
     limit_s = settings.drain_seconds + LEAVE_S
     return service.run(lambda stopping: _serve(settings, stopping), drain_s=limit_s)
 

@@ -37,6 +37,7 @@ def main() -> int:
     settings = Settings.from_environment()
     output.patient()
     telemetry.configure(level=settings.log_level, service="host", member=settings.name)
+    settings.look_up_own_name()
     # parameter servers leave before trainers
     return service.run(
         lambda stopping: _serve(settings, stopping), drain_s=2 * settings.drain_seconds + RELEASE_S

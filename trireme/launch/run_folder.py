@@ -25,6 +25,7 @@ from trireme.settings import UsageError
 from trireme.validation import allowed_name
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.access import family_of
 from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
 from trireme_shared.protocol.errors import NotFound, TriremeError
 
@@ -208,8 +209,7 @@ def sockets(run_dir: Path) -> Iterator[Path]:
 
 def check_port(host: str, port: int) -> None:
     """Raises UsageError if the port cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -11,12 +11,13 @@ import asyncio
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.security.access import family_of
 from trireme_shared.protocol.errors import CallerError
 
 if TYPE_CHECKING:
@@ -224,9 +225,8 @@ async def listening(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=128)
+        return socket.create_server((host, port), family=family_of(host), backlog=128)
     except OSError as error:
         msg = (
             f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or "
