@@ -198,6 +198,8 @@ async def run_job(request: RunRequest) -> int:
                 print(json.dumps(previous.result) if request.as_json else summary_text(previous.result))  # noqa: T201
                 return exit_codes.OK
             spec = spec if plan.start is resume.Start.NEW else resumed
+            if told := private_files.told_of_sockets():
+                print(told, file=sys.stderr)  # noqa: T201
             for line in memory_of_tables(inspection.model, spec, memory_bytes()):
                 print(line, file=sys.stderr)  # noqa: T201
             await check_storage(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201

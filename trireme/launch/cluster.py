@@ -262,7 +262,9 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if not self.masterless:
             await self._add_masters({}, "logs")
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
-        self._uds = str(self._opened.enter_context(sockets(self.folder)))
+        folder = self._opened.enter_context(sockets(self.folder))
+        self._uds = f"{folder.path}/"
+        self.run_beside(folder.keep())
         self._pserver_settings = {"TRIREME_THREADS": threads}
         if self._spare_pservers:
             self._pserver_settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)

@@ -191,17 +191,18 @@ def other_runs(run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def sockets(run_dir: Path) -> Iterator[Path]:
+def sockets(run_dir: Path) -> Iterator[SocketFolder]:
     """A new folder for UNIX sockets, removed afterwards. It is a temporary folder, because the path of a
     socket may have only 107 bytes; DATA_DIR/JOB/sockets links to it. Folders that killed runs of this user
-    left behind are removed first, whatever they were of."""
+    left behind are removed first, whatever they were of. Raises InvalidArgument: no folder is short
+    enough."""
     sweep_socket_folders(PREFIX)
     link = run_dir / SOCKETS
     link.unlink(missing_ok=True)
     folder = SocketFolder(PREFIX)
     try:
         link.symlink_to(folder.path)
-        yield folder.path
+        yield folder
     finally:
         link.unlink(missing_ok=True)
         folder.remove()

@@ -358,13 +358,13 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     async def _supervise_etcd(self) -> None:
         policy = RestartPolicy()
         while True:
-            since = clock.monotonic()
-            pid, code = self.embedded.pid or 0, await self.embedded.wait()
-            end = Exit(pid, code or 0, clock.monotonic() - since)
+            since, pid = clock.monotonic(), self.embedded.pid or 0
+            deleted = await self.embedded.until_end()
+            end = Exit(pid, await self.embedded.wait() or 0, clock.monotonic() - since)
             while not self.embedded.running:
                 if self._stopping:
                     return
-                self._record(ChildEvent("etcd", "died", str(end), end.pid))
+                self._record(ChildEvent("etcd", "died", deleted or str(end), end.pid))
                 # etcd may end of a full disk when there is room again: it notices at the next file of its log
                 full = end.code >= 0 and is_full(self.embedded.data_dir)
                 delay_s = None if full else policy.delay_s(end.code, end.lived_s)

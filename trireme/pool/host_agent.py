@@ -59,6 +59,7 @@ from trireme_shared.platform.runtime import begun, http, ids, service, telemetry
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.platform.runtime.limits import cores, memory_bytes
 from trireme_shared.platform.runtime.service import READY_FILE
+from trireme_shared.platform.security.private_files import SocketFolder, told_of_sockets
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import JobSpec, JobState
@@ -117,7 +118,9 @@ class HostAgent:
         with contextlib.ExitStack() as opens:
             folder = opens.enter_context(opened_folder(self.settings.data_dir))
             forks = opens.enter_context(ForkServer())
-            uds = str(opens.enter_context(sockets(folder.place)))
+            unix = opens.enter_context(sockets(folder.place))
+            if told := told_of_sockets():
+                log.info("sockets_elsewhere", told=told)
             await self._revoke(folder.last_lease)
             members = [self._member(kind, number) for kind in KINDS for number in range(self._count(kind))]
             if not members:
@@ -125,7 +128,7 @@ class HostAgent:
                     "a host without places is of no use: TRIREME_TRAINERS and TRIREME_PSERVERS are 0"
                 )
             keys = PlaceKeys(self.etcd, self.keys, members, self.settings.agent_ttl_s, folder.note_lease)
-            host = self._host(folder, forks, uds)
+            host = self._host(folder, forks, f"{unix.path}/")
             self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
             self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
@@ -139,12 +142,13 @@ class HostAgent:
             service.ready()
             forks.prepare()
             service.settled()
-            return await self._serve(host, keys, stopping)
+            return await self._serve(host, keys, unix, stopping)
 
-    async def _serve(self, host: Host, keys: PlaceKeys, stopping: asyncio.Event) -> int:
+    async def _serve(self, host: Host, keys: PlaceKeys, unix: SocketFolder, stopping: asyncio.Event) -> int:
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._follow(kind)) for kind in KINDS if self._count(kind)]
             beside.append(group.create_task(FrozenChildren(host, self.places).run()))
+            beside.append(group.create_task(unix.keep()))
             beside.append(group.create_task(Vouching(host.etcd).run(self._children)))
             holding = group.create_task(keys.hold())
             asked = group.create_task(stopping.wait())

@@ -102,6 +102,8 @@ async def _up(request: UpRequest) -> int:
             hosts=request.launcher.kind != "none",
             job_retention_s=request.job_retention_s,
         )
+        if told := private_files.told_of_sockets():
+            say(told)
         screen = job_lines()
         pool = pool_of(request.launcher, asked, folder, lambda event: _tell(screen, event))
         try:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -39,8 +40,8 @@ from trireme_shared.platform.etcd.errors import Fatal, Unauthenticated
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.process_setup import die_with_parent
 from trireme_shared.platform.security import etcd_users, private_files
-from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
-from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.platform.security.private_files import LOOK_S, SocketFolder, sweep_socket_folders
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 CLIENT, PEER = (
     "client:0",
@@ -255,7 +256,23 @@ class EmbeddedEtcd:
                 self._process.send_signal(number)
 
     def last_words(self) -> str:
-        """The end of what it has written to its log since its last start."""
+        """What it has said last of its troubles since its last start, without Go's stacks."""
+    async def until_end(self) -> str:
+        """Wait for the end of the child. It is ended if somebody deletes its socket (programs that clean
+        temporary folders do), because it listens anew at its start only: then the cause, else ""."""
+        ending, cause = asyncio.ensure_future(self.wait()), ""
+        try:
+            while not (await asyncio.wait([ending], timeout=LOOK_S))[0]:
+                if self._held is not None:
+                    with suppress(OSError, InvalidArgument):  # the next start says why
+                        self._held.look()
+                if not (self.host or (self._socket_folder / CLIENT).exists()):
+                    cause = f"its socket in {self._socket_folder} was deleted"
+                    self.send(signal.SIGKILL)
+            return cause
+        finally:
+            ending.cancel()
+
         if not self.log_path.exists():
             return "it wrote nothing"
         with self.log_path.open("rb") as written:
@@ -293,10 +310,6 @@ class EmbeddedEtcd:
         """The folder of the sockets, which only this user can enter. Raises Fatal if somebody else has taken
         its name."""
         link = self.data_dir / SOCKETS
-        if self._held is not None and self._held.path.is_dir() and link.is_symlink():
-            return  # a restart of the child
-        self._remove_sockets()  # of a process that was killed
-        sweep_sockets()
         try:
             self._held = SocketFolder(PREFIX, self._sockets)
         except FileExistsError as error:
@@ -306,9 +319,18 @@ class EmbeddedEtcd:
 
     def _remove_sockets(self) -> None:
         link = self.data_dir / SOCKETS
+            if self._held is not None and link.is_symlink():  # a restart of the child
+                self._held.look()
+                return
+            self._remove_sockets()  # of a process that was killed
+            sweep_sockets()
         if link.is_symlink():
             if link.readlink().name.startswith(PREFIX):
                 shutil.rmtree(link.readlink(), ignore_errors=True)
+        except InvalidArgument as error:
+            raise Fatal(error.message, hint=error.hint) from error
+        except OSError as error:
+            raise Fatal(f"a folder for etcd's sockets cannot be made: {error}") from error
             link.unlink()
         if self._held is not None:
             self._held.remove()

@@ -188,16 +188,10 @@ class Arrivals:
 
 @asynccontextmanager
 async def listening(
-    runner: web.AppRunner,
-    arrivals: Arrivals,
-    host: str,
-    port: int,
-    tls: ssl.SSLContext | None,
-    beside: Sequence[Callable[[], socket.socket]] = (),
+    runner: web.AppRunner, arrivals: Arrivals, host: str, port: int, tls: ssl.SSLContext | None
 ) -> AsyncIterator[int]:
-    """The port, until the `with` block ends; then `runner` is cleaned up. `port` 0: a free one. `beside` make
-    sockets that are served as well, never over `tls`. Raises CallerError if the port is taken, and what
-    `beside` raise."""
+    """The port, until the `with` block ends; then `runner` is cleaned up, with all sites that it has by then.
+    `port` 0: a free one. Raises CallerError if the port is taken."""
     from aiohttp import web  # noqa: PLC0415  a master serves by uvicorn
 
     await runner.setup()
@@ -209,8 +203,6 @@ async def listening(
             await web.SockSite(runner, listener).start()
         else:
             over_tls = TlsServer(listener, tls, runner.server, per_peer=arrivals.per_peer, held=arrivals.held)
-        for bind in beside:
-            await web.SockSite(runner, bind()).start()
         looking = asyncio.ensure_future(arrivals.run(runner.server))
         try:
             yield listener.getsockname()[1]
