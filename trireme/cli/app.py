@@ -2,7 +2,7 @@
 pydantic.
 
 Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 8
-disk full (resumable), 9 cancelled, 130 interrupted.
+disk full (resumable), 9 cancelled, 10 etcd's files are damaged, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -122,6 +122,13 @@ class LocalCluster(SupervisedProcesses[JobState]):
             return masterless_address(",".join(self.etcd_access.urls), self.spec.job)
         return self.directory.master.url if self.directory.master else ""
 
+    @property
+    def way_without_etcd(self) -> str:
+        return (
+            "the job's checkpoints do not depend on it: the same command with another --job and `--init-from "
+            f"{self.spec.job}` begins with the newest one, and with --fresh it begins from nothing"
+        )
+
     @asynccontextmanager
     async def client(self, timeout_s: float) -> AsyncIterator[OpenJob]:
         """A client of the leading master, or of etcd in a masterless job. Raises DeadlineExceeded."""

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Protocol, Self
 
 from trireme.launch.fork_server import GO, Request
-from trireme.view.child_events import ChildEvent
+from trireme.view.child_events import AS_ASKED, ChildEvent
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record
@@ -421,6 +421,8 @@ def death_event(
 ) -> ChildEvent:
     """`lost`: the lease that it had lost, as text; "": none. `left`: what it had begun."""
     cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
+    if end.code == 0 and not _at_work(left):  # members end so when they were asked to leave
+        return ChildEvent(name, what if given_up else "left", AS_ASKED, end.pid)
     if end.code == LEASE_LOST or (lost and end.code == -signal.SIGKILL):
         what = what if given_up else "lost_lease"
         cause = lost or cause

@@ -239,6 +239,13 @@ class DiskFull(TriremeError):
         )
 
 
+class EtcdDamaged(TriremeError):
+    """The etcd that belongs to the folder cannot read its own files. What only it knew is lost: the state of
+    jobs, their queues. Checkpoints and exports lie in the jobs' storage."""
+
+    code, status = "ETCD_DAMAGED", 500
+
+
 @contextmanager
 def told_if_full(folder: Path) -> Iterator[None]:
     """Raises DiskFull for the errors of our own writes that mean a full disk."""

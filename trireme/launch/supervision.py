@@ -37,10 +37,11 @@ from trireme.launch.processes import (
     revoke_all_leases,
     tail_of,
 )
-from trireme.launch.run_folder import DiskFull, etcd_lacks_space, is_full
+from trireme.launch.run_folder import DiskFull, EtcdDamaged, etcd_lacks_space, is_full
 from trireme.view.child_events import ChildEvent, EventFile
 from trireme_shared.platform.etcd import Etcd, Fatal
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd.errors import Damaged
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.runtime import begun, clock
@@ -123,6 +124,11 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     @abstractmethod
     def url(self) -> str:
         """Of the leading master; "" while there is none."""
+
+    @property
+    @abstractmethod
+    def way_without_etcd(self) -> str:
+        """What the user can do if the files of our own etcd are damaged."""
 
     @abstractmethod
     async def _start(self) -> None:
@@ -351,9 +357,16 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         except Fatal as error:
             if etcd_lacks_space(self.embedded):
                 raise DiskFull.under(self.folder, "etcd cannot start") from error
+            if isinstance(error, Damaged):
+                raise self._damaged(error) from error
             raise
         self._record(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
         self.run_beside(self._supervise_etcd())
+
+    def _damaged(self, error: Damaged) -> EtcdDamaged:
+        data = self.embedded.data_dir
+        msg = f"etcd cannot read its files in {data}, which are damaged: {error.message}"
+        return EtcdDamaged(msg, hint=f"{self.way_without_etcd}; {error.hint}", folder=str(data))
 
     async def _supervise_etcd(self) -> None:
         policy = RestartPolicy()
@@ -373,17 +386,22 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                     return
                 if delay_s is None:
                     message = f"etcd ended again and again, the last time with {end}"
-                    self._fail("etcd", message, self.embedded.log_path)
+                    self._fail("etcd", message, self.embedded.log_path, self.embedded.last_words())
                     return
                 await asyncio.sleep(delay_s)
-                with contextlib.suppress(Fatal):  # the next round reports this death
+                try:
                     await self.embedded.start()
+                except Damaged as error:
+                    self._end_with(self._damaged(error))
+                    return
+                except Fatal:  # the next round reports this death
+                    pass
             self._record(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
 
     # ------------------------------------------------------------ the end
 
-    def _fail(self, name: str, message: str, log: Path) -> None:
-        details = {"child": name, "log": str(log), "tail": tail_of(log)}
+    def _fail(self, name: str, message: str, log: Path, tail: str = "") -> None:
+        details = {"child": name, "log": str(log), "tail": tail or tail_of(log)}
         self._end_with(ClusterError(f"{message}; its log is {log}", **details))
 
     def _end_with(self, error: Exception) -> None:

@@ -433,8 +433,9 @@ class Place:
                 end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None
             )
             self.deaths += 1
-            cause = death_event(child.name, end, given_up=False, left=left).cause
-            log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=cause)
+            ended = death_event(child.name, end, given_up=False, left=left)
+            what = "child_left" if ended.what == "left" else "child_died"
+            log.warning(what, member=self.member, job=work.job, pid=end.pid, cause=ended.cause)
             await self._revoke_leases(work.job, end)
             if not policy.starts_again(end.code):
                 await self._give_up(

@@ -155,19 +155,14 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
 
 def _tell(screen: JobLines, event: ChildEvent) -> None:
     match event.what:
-        case "died" | "lost_lease":
-            screen.event(f"{event.child} died ({event.cause}{_pid(event)}): it is started again")
+        case "died" | "lost_lease" | "left":
+            screen.event(f"{event.child} {event.end}: it is started again")
         case "given_up":
-            screen.event(f"{event.child} died ({event.cause}{_pid(event)}): it is not started again")
+            screen.event(f"{event.child} {event.end}: it is not started again")
         case "grown" | "shrunk" | "waiting":
             screen.event(f"{event.child}: {event.cause}")
         case "unrecorded":
             screen.event(f"what happens to processes is not recorded ({event.cause})")
-
-
-def _pid(event: ChildEvent) -> str:
-    """The pid as it is shown; that of a process on another machine is not known."""
-    return f", pid {event.pid}" if event.pid else ""
 
 
 async def _draw(pool: LocalPool, screen: JobLines, unfinished: set[str]) -> None:
