@@ -25,7 +25,7 @@ from trireme.cli.targets import Target, cluster_target
 from trireme.client import CreateJob, CreateSchedule
 from trireme.client.exchange import body_of
 from trireme.launch.cluster import pservers_for
-from trireme.launch.processes import ForkServer, cores
+from trireme.launch.processes import ForkServer
 from trireme.preflight import Inspection, ScriptError, check_path, inspect
 from trireme.script_source import read_source
 from trireme.settings import (
@@ -45,6 +45,7 @@ from trireme.view.job_address import client_of
 from trireme.view.progress import Display, display, progress_of, say
 from trireme.view.report import failure_lines, number
 from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.cron import next_time
 from trireme_shared.protocol.errors import NotReady, PeerError, TriremeError
@@ -182,7 +183,7 @@ def request_body(
         "name": job,
         "settings": _settings_of(spec),
         "scheduling": scheduling.model_dump(mode="json"),
-        **_script_of(request.script, functions),
+        **_script_of(request.script, [*inspection.readers, *functions]),
     }
     return document | ({"storage": files.absolute(request.storage)} if request.storage else {})
 
@@ -199,8 +200,8 @@ def _absolute(dataset: dict[str, Any]) -> dict[str, Any]:
 
 
 def _script_of(script: Path, functions: Iterable[str]) -> dict[str, Any]:
-    """The script and the modules of its folder that it imports, or that have functions of tasks. Raises
-    InvalidArgument."""
+    """The script and the modules of its folder that it imports, or that are named by a string: those of
+    functions of tasks, of trackers and of readers. Raises InvalidArgument."""
     source = read_source(script, functions)
     if source.modules:
         say(f"sent with {script.name}: {', '.join(source.modules)}")
