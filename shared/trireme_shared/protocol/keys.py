@@ -290,6 +290,7 @@ class ClusterKeys:
     cluster/commit                  text          -         leader       lock + its own value
     cluster/answers/<digest>        KeptAnswer    -         leader       lock
     cluster/events/<first id>       EventChunk    -         leader       lock
+    cluster/operations/<job>/<id>   Operation     -         leader       lock
     jobs/<job>                      ClusterJob    -         leader       lock
     jobs/<job>/tasks/<name>         TaskRun       -         leader       lock
     sources/<digest>                Source        -         leader       lock
@@ -312,6 +313,7 @@ class ClusterKeys:
     commit = _Key("cluster/commit")
     answers = _Key("cluster/answers/")
     events = _Key("cluster/events/")
+    operations = _Key("cluster/operations/")
     jobs = _Key("jobs/")
     sources = _Key("sources/")
     schedules = _Key("schedules/")
@@ -326,6 +328,15 @@ class ClusterKeys:
     def answer(self, digest: str) -> str:
         """To the request whose Idempotency-Key has that digest."""
         return f"{self.prefix}cluster/answers/{digest}"
+
+    def operation(self, job: str, operation_id: str) -> str:
+        """Not below the job: it outlives it."""
+        return f"{self.operations}{job}/{operation_id}"
+
+    def operation_in(self, key: str) -> tuple[str, str]:
+        """(job, operation_id) of a key below `operations`."""
+        job, _, operation_id = key.removeprefix(self.operations).partition("/")
+        return job, operation_id
 
     def below_job(self, job: str) -> str:
         """Prefix of what the cluster keeps of a job beside its ClusterJob; the job's own keys are
