@@ -27,12 +27,14 @@ from master_service.core.state.cluster import (
     DropAssignment,
     DropDrain,
     DropJob,
+    DropJobOperation,
     DropSchedule,
     DropSource,
     Place,
     PutAssignment,
     PutDrain,
     PutJob,
+    PutJobOperation,
     PutSchedule,
     PutSource,
     PutTaskRun,
@@ -55,7 +57,7 @@ from trireme_shared.protocol.records.cluster import (
     PoolMember,
     TaskRun,
 )
-from trireme_shared.protocol.records.operations import KeptAnswer
+from trireme_shared.protocol.records.operations import KeptAnswer, Operation
 
 MAX_CHANGES = 90  # of one transaction
 MAX_BYTES = 900 << 10  # the client takes 1 MiB, keys included
@@ -89,6 +91,7 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
     jobs, _ = await read_below(etcd, keys.jobs)
     schedules, _ = await read_below(etcd, keys.schedules)
     answers, _ = await read_below(etcd, keys.answers)
+    asked, _ = await read_below(etcd, keys.operations)
     pool, revision = await read_below(etcd, keys.pool)
     state, now = ClusterState(events=await read_events(etcd, keys.events)), clock.monotonic()
     state.events.begin(commit_revision)
@@ -99,6 +102,10 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
     for kv in answers.values():
         if (answer := read_record(KeptAnswer, kv.key, kv.value)) is not None:
             state.apply(answer, now)
+    for kv in asked.values():
+        name, _ = keys.operation_in(kv.key)
+        if (operation := read_record(Operation, kv.key, kv.value)) is not None:
+            state.apply(PutJobOperation(name, operation), now)
     for kv in pool.values():
         found = keys.member_of(kv.key)
         if found is not None and found[2]:
@@ -305,6 +312,12 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
                 by_key[keys.source(digest)] = Delete(keys.source(digest))
             case PutSchedule(schedule):
                 by_key[keys.schedule(schedule.name)] = Put(keys.schedule(schedule.name), schedule.to_bytes())
+            case PutJobOperation(name, operation):
+                key = keys.operation(name, operation.operation_id)
+                by_key[key] = Put(key, operation.to_bytes())
+            case DropJobOperation(name, operation_id):
+                key = keys.operation(name, operation_id)
+                by_key[key] = Delete(key)
             case KeptAnswer():
                 by_key[keys.answer(change.key)] = Put(keys.answer(change.key), change.to_bytes())
             case DropAnswer(key):

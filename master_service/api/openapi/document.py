@@ -384,8 +384,14 @@ FOLLOWS = [
         "getPoolMember",
         "drainPoolMember undrainPoolMember",
     ),
-    *_of("job", "job", "the same job", "pauseJob", "resumeJob cancelJob"),
-    *_of("job", "job", "the same job", "cancelJob", "deleteJob"),
+    *[
+        Follows(source, target, "the same job", {})
+        for source, target in (
+            ("pauseJob", "resumeJob"),
+            ("pauseJob", "cancelJob"),
+            ("cancelJob", "deleteJob"),
+        )
+    ],
     *_of("schedule", "name", "the schedule", "createSchedule", "getSchedule deleteSchedule"),
     *_of("schedule", "schedules/0/name", "the first schedule", "listSchedules", "getSchedule deleteSchedule"),
     *_of(
@@ -417,14 +423,14 @@ FOLLOWS = [
         "operation_id",
         "operation_id",
         "the operation that was begun",
-        "createCheckpoint verifyCheckpoint restoreCheckpoint",
+        "createCheckpoint verifyCheckpoint restoreCheckpoint createResize "
+        "pauseJob resumeJob cancelJob deleteJob",
         "getOperation",
     ),
     *_of(
         "operation_id", "operations/0/operation_id", "the newest operation", "listOperations", "getOperation"
     ),
-    *_of("operation_id", "resize_id", "the operation of the resize", "createResize", "getOperation"),
-    *_of("resize_id", "resize_id", "the resize that was begun", "createResize", "getResize cancelResize"),
+    *_of("resize_id", "operation_id", "the resize that was begun", "createResize", "getResize cancelResize"),
     *_of("resize_id", "resizes/0/resize_id", "the newest resize", "listResizes", "getResize cancelResize"),
     *_of("name", "series/0/name", "the first metric", "listMetricSeries", "queryMetric"),
     *[

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from master_service.core.changes import Decision, Event, Fields
+from master_service.core.decisions import job_operations
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
@@ -173,14 +174,18 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     return _change(job.with_fields(wanted="delete"), "job_delete_asked", f"job {name} is being deleted")
 
 
-def delete(state: ClusterState, name: str, *, has_keys: bool = True) -> ClusterDecision[ClusterJob]:
+def delete(
+    state: ClusterState, name: str, stamp: str, *, has_keys: bool = True
+) -> ClusterDecision[ClusterJob]:
     """Answers the job that is no more; its script goes with the last job that has it. Call it after
     `begin_delete`, once the files are gone. `has_keys`: as in DropJob. Raises NotFound; Conflict: its
     deletion was not begun."""
     job = state.job(name)
     if job.wanted != "delete" and job.standing is not Standing.UNREADABLE:
         raise Conflict(f"the deletion of job {name} was not begun", job=name)
-    drops: tuple[ClusterChange, ...] = (DropJob(name, has_keys), *drop_unused(state, job.source_digest))
+    done = job_operations.deleted(state, name, stamp)
+    dropped = drop_unused(state, job.source_digest)
+    drops: tuple[ClusterChange, ...] = (DropJob(name, has_keys), *dropped, *done)
     return Decision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
 
 
@@ -380,7 +385,7 @@ def finish(
     left = job.with_fields(standing=standing, reason=reason, end_time=ended, preempted_by="")
     fields: Fields = {"job": name, "epoch": job.epoch}
     event = Event(EVENTS[standing], f"job {name} is {standing}: {reason}", fields)
-    return Decision(None, (PutJob(left),), (event,))
+    return Decision(None, (PutJob(left), *job_operations.stopped(state, left, stamp)), (event,))
 
 
 def fail(state: ClusterState, name: str, reason: str, stamp: str) -> ClusterDecision[None]:

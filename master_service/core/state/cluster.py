@@ -25,7 +25,7 @@ from trireme_shared.protocol.records.cluster import (
     TaskRun,
     TaskState,
 )
-from trireme_shared.protocol.records.operations import KeptAnswer
+from trireme_shared.protocol.records.operations import KeptAnswer, Operation
 
 A = TypeVar("A")
 Place = tuple[Kind, str]  # kind and id of a pool member
@@ -92,6 +92,18 @@ class DropSchedule:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class PutJobOperation:
+    job: str
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class DropJobOperation:
+    job: str
+    operation_id: str
+
+
 ClusterChange = (
     PutJob
     | DropJob
@@ -104,6 +116,8 @@ ClusterChange = (
     | DropSource
     | PutSchedule
     | DropSchedule
+    | PutJobOperation
+    | DropJobOperation
     | KeptAnswer
     | DropAnswer
     | PutEvents
@@ -121,7 +135,8 @@ class ClusterState:
     without a member. `unfit`: for which (job, epoch) a place is of no use any more, because the process ended
     there again and again, or ended well. `drains`: places that get no work, whether they have a member now or
     not. `task_runs`: by job, the pre- and post-tasks that were begun, and `tasks_written`: when (monotonic s)
-    each was written last in this term. `unreadable_schedules` begin no jobs: what can be read of them."""
+    each was written last in this term. `operations`: by job and id, what users asked of whole jobs,
+    of deleted ones too. `unreadable_schedules` begin no jobs: what can be read of them."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     schedules: dict[str, JobSchedule] = field(default_factory=dict)
@@ -130,6 +145,7 @@ class ClusterState:
     assignments: dict[Place, Assignment] = field(default_factory=dict)
     drains: dict[Place, Drain] = field(default_factory=dict)
     task_runs: dict[str, dict[str, TaskRun]] = field(default_factory=dict)
+    operations: dict[str, dict[str, Operation]] = field(default_factory=dict)
     answers: KeptAnswers = field(default_factory=KeptAnswers)
     tasks_written: dict[str, dict[str, float]] = field(default_factory=dict)
     moved: dict[Place, float] = field(default_factory=dict)
@@ -163,6 +179,10 @@ class ClusterState:
                 f"there is no schedule {name} in this cluster", hint="`trireme schedules` lists them"
             )
         return found
+
+    def operation(self, job: str, operation_id: str) -> Operation | None:
+        """None: there is none of the cluster's own; the job's leader keeps others."""
+        return self.operations.get(job, {}).get(operation_id)
 
     def place(self, member: str) -> Place:
         """Of a member that is there, or is drained. Raises NotFound."""
@@ -257,6 +277,12 @@ class ClusterState:
             case DropSchedule(name):
                 self.schedules.pop(name, None)
                 self.unreadable_schedules.pop(name, None)
+            case PutJobOperation(job, operation):
+                self.operations.setdefault(job, {})[operation.operation_id] = operation
+            case DropJobOperation(job, operation_id):
+                self.operations.get(job, {}).pop(operation_id, None)
+                if not self.operations.get(job, True):
+                    del self.operations[job]
             case KeptAnswer() | DropAnswer():
                 self.answers.apply(change)
             case PutEvents() | DropEvents():
