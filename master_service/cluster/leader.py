@@ -19,7 +19,7 @@ from master_service.cluster.unreadable import news_of
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import cluster_jobs, job_operations
+from master_service.core.decisions import cluster_jobs, job_operations, job_schedules
 from master_service.core.decisions.requests import ANY, Decide, Expected, Once
 from master_service.core.decisions.scheduling.schedule import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, failed_tasks
@@ -337,13 +337,13 @@ class ClusterMaster(Leads[ClusterTerm]):
         """Raises Conflict, InvalidArgument."""
         now = clock.wall_time()
         return await self._decide(
-            lambda state, _: cluster_jobs.create_schedule(state, schedule, source, now), once
+            lambda state, _: job_schedules.create_schedule(state, schedule, source, now), once
         )
 
     async def delete_schedule(self, name: str, expected: Expected = ANY) -> JobSchedule:
         """Its jobs stay. Raises NotFound."""
         return await self._decide(
-            expected.schedule(name, lambda state, _: cluster_jobs.delete_schedule(state, name))
+            expected.schedule(name, lambda state, _: job_schedules.delete_schedule(state, name))
         )
 
     async def drain_member(

@@ -25,12 +25,9 @@ from master_service.cluster.store import (
 )
 from master_service.cluster.unreadable import unreadable_event
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import cluster_jobs
-from master_service.core.decisions.cluster_jobs import (
-    ScheduleLook,
-    finish,
-    follow_resize,
-)
+from master_service.core.decisions import cluster_jobs, job_schedules
+from master_service.core.decisions.cluster_jobs import finish, follow_resize
+from master_service.core.decisions.job_schedules import ScheduleLook
 from master_service.core.decisions.scheduling.admission import lost_places
 from master_service.core.decisions.scheduling.schedule import Portions, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
@@ -151,13 +148,13 @@ class ClusterTerm:
         while True:
             try:
                 due = await self.writer.decide(
-                    lambda state, _: cluster_jobs.run_due_schedule(state, clock.wall_time())
+                    lambda state, _: job_schedules.run_due_schedule(state, clock.wall_time())
                 )
             except TooLarge as error:
                 why = error.message
 
                 def skip(state: ClusterState, _: float) -> ClusterDecision[ScheduleLook]:
-                    return cluster_jobs.skip_due_schedule(state, clock.wall_time(), why)  # noqa: B023
+                    return job_schedules.skip_due_schedule(state, clock.wall_time(), why)  # noqa: B023
 
                 due = await self.writer.decide(skip, LAST_BYTES)  # awaited before the next round
             if not due.again:
