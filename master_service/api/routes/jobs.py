@@ -3,7 +3,7 @@ first, then what their answers show."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -112,15 +112,18 @@ async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringI
     return await answering.answer(ClusterJobView, call, partial(job_view, cluster.term))
 
 
-@router.get("/jobs", operation_id="listJobs")
+@router.get("/jobs", operation_id="listJobs", response_model=ClusterJobPage)
 async def list_jobs(
     cluster: ClusterOf,
+    request: Request,
     state: Annotated[Standing | None, Query(description="only those with this standing")] = None,
     page_size: PageSize = 100,
     page_token: PageToken = "",
-) -> ClusterJobPage:
+) -> Response:
     """In the order of their submission."""
-    return job_page(cluster.term, state, page_size, page_token)
+    term, rendered = cluster.term, request.app.state.rendered_jobs
+    content = await rendered.page(term, *job_page(term, state, page_size, page_token))
+    return Response(content, media_type="application/json")
 
 
 @router.get("/jobs/{job}", operation_id="getJob", response_model=JobView)
@@ -314,11 +317,13 @@ def job_view(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
     )
 
 
-def job_page(term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str) -> ClusterJobPage:
+def job_page(
+    term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str
+) -> tuple[Sequence[ClusterJob], str]:
+    """With the token of the next page."""
     found = [each for each in term.state.jobs.values() if standing is None or each.standing is standing]
     found.sort(key=lambda each: (each.number, each.job))
-    page, token = page_of(found, offset_of(page_token), page_size)
-    return ClusterJobPage(jobs=tuple(job_view(term, each) for each in page), next_page_token=token)
+    return page_of(found, offset_of(page_token), page_size)
 
 
 def job_task_page(term: ClusterTerm, found: ClusterJob) -> JobTaskPage:
