@@ -85,8 +85,8 @@ def main() -> int:
         "environment: "
         "TRIREME_JOB with TRIREME_SPEC (JSON file, for the job's first master), or without a job "
         "TRIREME_STORAGE (path or URL for "
-        "the files of all jobs) and TRIREME_REBALANCE_S; TRIREME_ETCD, TRIREME_ROOT, TRIREME_HOST, "
-        "TRIREME_PORT, "
+        "the files of all jobs), TRIREME_STORAGE_ALLOWED and TRIREME_REBALANCE_S; TRIREME_ETCD, "
+        "TRIREME_ROOT, TRIREME_HOST, TRIREME_PORT, "
         "TRIREME_PORT_FILE (keeps the port of a free choice), TRIREME_ADVERTISE, TRIREME_NAME, "
         "TRIREME_LOGS (folders of members' logs that it serves), TRIREME_TOKEN, "
         "TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
@@ -150,6 +150,7 @@ def _master(settings: Settings, etcd: Etcd, name: str, url: str) -> Master | Clu
         name=name,
         url=url,
         storage_url=settings.storage,
+        storage_allowed=settings.storage_allowed,
         ttl_s=ttl_s,
         rebalance_s=settings.rebalance_s,
         job_retention_s=settings.job_retention_s,

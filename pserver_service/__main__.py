@@ -15,6 +15,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trireme_shared import __version__
+
 if TYPE_CHECKING:
     from pserver_service.settings import Settings
 
@@ -91,6 +93,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
                 pid=os.getpid(),
                 network=own_network(),
                 uds=listening.uds,
+                trireme_version=__version__,
             )
             directory = Directory(etcd, Keys(settings.job, settings.root))
             own_index = OwnIndex(etcd, directory, record, own_number(settings.name), pserver.fits)

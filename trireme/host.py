@@ -31,7 +31,8 @@ def main() -> int:
         "pool), TRIREME_CORES (that the places share), "
         "TRIREME_DATA_DIR (logs and scripts), TRIREME_HOST, "
         "TRIREME_PORT (of /healthz, /readyz and /metrics), TRIREME_ADVERTISE, TRIREME_TOKEN, "
-        "TRIREME_DRAIN_SECONDS, TRIREME_AGENT_TTL_S, TRIREME_LOG_LEVEL. Other TRIREME_* "
+        "TRIREME_DRAIN_SECONDS, TRIREME_AGENT_TTL_S, TRIREME_LOG_LEVEL, TRIREME_LOG_BYTES (of one log) "
+        "and TRIREME_LOGS_BYTES (of all together). Other TRIREME_* "
         "variables reach its children.",
     ).parse_args()
     settings = Settings.from_environment()

@@ -22,6 +22,7 @@ from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Strategy
 from trireme_shared.protocol.records.job_choices import RENAMED
+from trireme_shared.protocol.records.job_spec import check_size
 
 SETTINGS = tuple(field.name for field in fields(Config))
 ETCD_SETTINGS = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
@@ -167,14 +168,16 @@ def origins_of(settings: Mapping[str, Setting]) -> dict[str, str]:
 
 def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
     """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises
-    UsageError."""
+    UsageError; TooLarge."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
     if isinstance(values.get("init_from"), str):  # members have other working directories
         values["init_from"] = files.absolute(values["init_from"])
     try:
-        return JobSpec.model_validate({**without_auto(values), **fixed})
+        spec = JobSpec.model_validate({**without_auto(values), **fixed})
     except ValidationError as error:
         raise UsageError("; ".join(problems_of(error, origins_of(settings)))) from error
+    check_size(spec)
+    return spec
 
 
 def check_fields(settings: Mapping[str, Setting]) -> None:

@@ -64,6 +64,7 @@ from trireme.cli.options import (
 )
 from trireme.cli.other_systems import WithOtherNames
 from trireme.cli.tables import commands as table_commands
+from trireme_shared import __version__
 
 app = typer.Typer(
     name="trireme",
@@ -80,6 +81,7 @@ token = typer.Typer(
     help="Tokens of a run or a cluster on this machine. Changes count within a second, without a restart.",
     no_args_is_help=True,
 )
+
 app.add_typer(chaos, name="chaos")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(token, name="token")
@@ -99,6 +101,22 @@ File = Annotated[
     ),
 ]
 TokenName = Annotated[str, typer.Argument(help="Name of the token.", metavar="NAME")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trireme {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass  # the help is that of the app
 
 
 @app.command(cls=WithOtherNames)

@@ -22,6 +22,7 @@ from trireme_shared.protocol.errors import (
     UserCodeError,
 )
 from trireme_shared.protocol.records import UserFailure
+from trireme_shared.protocol.urls import without_passwords
 
 OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, DISK_FULL, CANCELLED = range(10)
 DAMAGED = 10
@@ -65,6 +66,6 @@ def report_script_error(failure: UserFailure, *, as_json: bool) -> int:
 
 
 def _print(lines: list[str], document: object | None) -> None:
-    print("\n".join(lines), file=sys.stderr)  # noqa: T201
+    print(without_passwords("\n".join(lines)), file=sys.stderr)  # noqa: T201
     if document is not None:
-        print(json.dumps(document))  # noqa: T201
+        print(without_passwords(json.dumps(document)))  # noqa: T201

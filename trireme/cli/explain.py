@@ -249,7 +249,7 @@ def explain_stopped(folder: Path) -> Explanation:
     """Nobody runs the job, and it is unfinished."""
     script, saved = "SCRIPT", "It is not known which checkpoints it has."
     try:
-        spec = JobSpec.model_validate_json((folder / "spec.json").read_bytes())
+        spec = JobSpec.from_bytes((folder / "spec.json").read_bytes())
         script = shlex.quote(spec.script)
         refs, _ = stored.found(spec.storage)
     except (OSError, ValueError):

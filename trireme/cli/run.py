@@ -60,6 +60,7 @@ from trireme_shared.platform.storage.object_store import REQUEST_S, endpoint, is
 from trireme_shared.protocol.errors import PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
+from trireme_shared.protocol.urls import without_passwords
 
 REQUEST_TIMEOUT_S = 5.0
 REPORT_AFTER_S = 2.0
@@ -312,7 +313,11 @@ async def _train(
             interrupt.ready = True
             cluster.run_beside(spent.keep())
             cluster.run_beside(output.run())
-            state = await _run_to_the_end(cluster, reporter, folder, screen)
+            try:
+                state = await _run_to_the_end(cluster, reporter, folder, screen)
+            except Exception:
+                await interrupt.save_before_giving_up(cluster)
+                raise
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
             events = await logs.all_events(lambda: cluster.client(REQUEST_TIMEOUT_S))
             resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)
@@ -330,8 +335,10 @@ async def _train(
     if not resumable:
         await finish_trackers(spec, document)
     if state.phase is not Phase.COMPLETED:
-        print(failure_text(state, folder, resumable=resumable), file=sys.stderr)  # noqa: T201
-    print(json.dumps(document) if request.as_json else summary_text(document))  # noqa: T201
+        failed = failure_text(state, folder, resumable=resumable)
+        print(without_passwords(failed), file=sys.stderr)  # noqa: T201
+    told = json.dumps(document) if request.as_json else summary_text(document)
+    print(without_passwords(told))  # noqa: T201
     if state.phase is Phase.COMPLETED and not request.as_json and sys.stdout.isatty():
         print(f"\n{await loss_chart(spec.storage)}".rstrip())  # noqa: T201
     return exit_codes.OK if state.phase is Phase.COMPLETED else exit_codes.JOB_FAILED

@@ -44,9 +44,10 @@ from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import Dispatch, JobSpec, JobState
+from trireme_shared.protocol.records import Dispatch, JobSpec, JobState, Phase, Stage
 from trireme_shared.protocol.records.assignments import GivenNumbers
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records.operations import saves_on_demand
 
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
 MASTERLESS_TRAINER = "trireme.masterless"
@@ -148,6 +149,21 @@ class LocalCluster(SupervisedProcesses[JobState]):
                 self.directory.wait_for(lambda view: view.master is not None, left_s, "a master")
             )
         return self.directory.master.url
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a checkpoint of the job can be asked for now."""
+        state = self.directory.state
+        if state is None or state.stage is not Stage.TRAIN or not saves_on_demand(self.spec):
+            return False
+        return state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
+
+    @property
+    def can_save(self) -> bool:
+        """Whether whom a checkpoint needs is alive: a trainer, a master and etcd."""
+        roles = ("trainer",) if self.masterless else ("trainer", "master")
+        alive = all(any(child.alive for child in self._of(role)) for role in roles)
+        return alive and (self.settings.etcd is not None or self.embedded.running)
 
     async def saved_step(self) -> int | None:
         """The step of the newest checkpoint, 0 if only its number in the job is known; None if there is none.

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from trireme.launch.bounded_logs import keep_bounded
 from trireme.launch.leases import LostLease
 from trireme.launch.processes import (
     PYTHON_MODULE,
@@ -423,6 +424,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         try:
             private_files.make_folder(self.folder)
             private_files.make_folder(self.folder / "logs")
+            self.run_beside(keep_bounded(self.folder / "logs"))
             await self._start()
         except BaseException:
             await self._end()

@@ -34,6 +34,7 @@ from typing import Any
 
 import aiohttp
 
+from trireme.launch.bounded_logs import HostLogs
 from trireme.launch.leases import LostLeases, Vouching
 from trireme.launch.processes import (
     PYTHON_MODULE,
@@ -51,6 +52,7 @@ from trireme.launch.run_folder import sockets
 from trireme.pool.host_status import HostMetrics, ProcessHealth
 from trireme.pool.registration import HostFolder, PlaceKeys, opened_folder
 from trireme.pool.settings import Settings, gpus, passed_on
+from trireme_shared import __version__
 from trireme_shared.platform.etcd import Etcd, KeyValue
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership import life_sign
@@ -150,6 +152,7 @@ class HostAgent:
             beside.append(group.create_task(FrozenChildren(host, self.places).run()))
             beside.append(group.create_task(unix.keep()))
             beside.append(group.create_task(Vouching(host.etcd).run(self._children)))
+            beside.append(group.create_task(self._logs(host).run()))
             holding = group.create_task(keys.hold())
             asked = group.create_task(stopping.wait())
             running = [(place.kind, group.create_task(place.run())) for place in self.places]
@@ -172,6 +175,16 @@ class HostAgent:
         children = {place.member: place.child for place in self.places if place.child is not None}
         return {member: child for member, child in children.items() if child.alive}
 
+    def _logs(self, host: Host) -> HostLogs:
+        async def exists(job: str) -> bool:
+            return bool((await self.etcd.range(self.keys.job(job), count_only=True)).count)
+
+        def written() -> list[Path]:
+            return [place.child.log for place in self.places if place.child is not None]
+
+        most = {"log_bytes": self.settings.log_bytes, "logs_bytes": self.settings.logs_bytes}
+        return HostLogs(host.folder.logs, exists, written, **most)
+
     def _count(self, kind: Kind) -> int:
         return self.settings.trainers if kind == "trainer" else self.settings.pservers
 
@@ -192,6 +205,7 @@ class HostAgent:
             cores=max(1, self._cores // places),
             memory_bytes=memory_bytes() // places,
             device="cuda" if kind == "trainer" and gpus() else "cpu",
+            trireme_version=__version__,
         )
 
     def _host(self, folder: HostFolder, forks: ForkServer, uds: str) -> Host:

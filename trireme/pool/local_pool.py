@@ -73,7 +73,10 @@ class LocalPool(SupervisedProcesses[None]):
         "master": GRACE_S,
     }
     start_timeout_s = START_TIMEOUT_S
-    passed_on = (*PASSED_ON, "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL")
+    passed_on = (
+        *(*PASSED_ON, "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL"),
+        *("TRIREME_LOG_BYTES", "TRIREME_LOGS_BYTES", "TRIREME_STORAGE_ALLOWED"),
+    )
 
     def __init__(
         self,

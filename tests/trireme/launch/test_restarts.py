@@ -10,6 +10,7 @@ from trireme.launch.processes import (
     MAX_DELAY_S,
     MAX_EARLY_ENDS,
     MAX_FAILED_STARTS,
+    SCRIPT_CHANGED,
     Exit,
     RestartPolicy,
     death_event,
@@ -59,6 +60,13 @@ def test_a_child_that_had_started_up_and_loses_its_lease_is_started_again_for_ev
 def test_a_child_that_never_started_up_is_given_up_whatever_its_exit_code():
     policy = RestartPolicy()
     assert [policy.delay_s(LEASE_LOST, 0.5, was_ready=False) for _ in range(MAX_FAILED_STARTS)] == [0.1, None]
+
+
+def test_a_trainer_that_finds_an_edited_script_is_started_again_until_the_script_is_as_it_was():
+    policy = RestartPolicy()
+    assert None not in [policy.delay_s(SCRIPT_CHANGED, 12.0) for _ in range(50)]
+    assert policy.delay_s(SCRIPT_CHANGED, 12.0) == MAX_DELAY_S
+    assert [policy.delay_s(1, 0.5) for _ in range(MAX_EARLY_ENDS)][-1] is None, "other ends count as ever"
 
 
 def test_a_death_says_whether_the_lease_was_lost_and_for_how_long_nobody_heard_of_it():

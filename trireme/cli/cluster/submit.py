@@ -49,7 +49,7 @@ from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.cron import next_time
 from trireme_shared.protocol.errors import NotReady, PeerError, TriremeError
-from trireme_shared.protocol.records import Dispatch, JobSpec
+from trireme_shared.protocol.records import Dispatch, JobResult, JobSpec
 from trireme_shared.protocol.records.cluster import Scheduling
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.rest import JobView
@@ -250,11 +250,12 @@ async def _until_ended(request: SubmitRequest, name: str, screen: Display) -> Jo
 
 
 def _summary(job: JobView) -> str:
+    result = job.result or JobResult()
     rows = [
         ("job", f"{job.job} {job.standing} ({job.mode})"),
-        ("records", f"{job.result.trained_records:,}"),
-        *[(name, number(value)) for name, value in job.result.metrics.items()],
-        *[(f"model ({kind})", path) for kind, path in job.result.exports.items()],
+        ("records", f"{result.trained_records:,}"),
+        *[(name, number(value)) for name, value in result.metrics.items()],
+        *[(f"model ({kind})", path) for kind, path in result.exports.items()],
     ]
     if job.standing != "COMPLETED":
         rows.append(("reason", job.reason))

@@ -203,22 +203,27 @@ class Tokens:
             else "<Tokens: none>"
         )
 
-    def role_of(self, token: str) -> Role | None:
+    def find(self, token: str) -> TokenRecord | None:
         """None: it is unknown or over. The time that this takes tells nothing about the tokens."""
         if self._file is not None and clock.monotonic() - self._looked >= LOOK_S:
             self._follow(self._file)
-        role = self._found(token)
-        if role is None and self._file is not None and self._follow(self._file):
+        record = self._found(token)
+        if record is None and self._file is not None and self._follow(self._file):
             return self._found(token)
-        return role
+        return record
 
-    def _found(self, token: str) -> Role | None:
+    def role_of(self, token: str) -> Role | None:
+        """As `find`."""
+        record = self.find(token)
+        return record.role if record is not None else None
+
+    def _found(self, token: str) -> TokenRecord | None:
         given, now = digest_of(token), clock.wall_time()
-        role = None
+        found = None
         for each in self._table.tokens:
             if hmac.compare_digest(each.sha256, given) and not each.is_over(now):
-                role = each.role
-        return role
+                found = each
+        return found
 
     def _follow(self, file: Path) -> bool:
         """Whether the file has changed."""
