@@ -390,7 +390,8 @@ def fail(state: ClusterState, name: str, reason: str, stamp: str) -> ClusterDeci
     if job is None or job.standing.final:
         return Decision(None)
     failed = _moved(job, Standing.FAILED, reason, wanted="run").with_fields(end_time=stamp, preempted_by="")
-    return replace(_change(failed, "job_failed"), answer=None)
+    decision = _change(failed, "job_failed")
+    return Decision(None, decision.changes, decision.events)
 
 
 def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float | None) -> list[str]:
