@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from trireme.config import Config
 from trireme.validation import allowed_name, field_problems, problems_of, without_auto
+from trireme_shared.platform.runtime.variables import without_service_links
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Strategy
@@ -86,9 +87,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Source:
     _refuse_renamed(
         (name for name in RENAMED if environment.get(f"TRIREME_{name.upper()}")), "the environment"
     )
-    return Source(
-        {names[key]: value for key, value in environment.items() if key in names and value}, "TRIREME_{}"
-    )
+    given = without_service_links(environment)
+    return Source({names[key]: value for key, value in given.items() if key in names and value}, "TRIREME_{}")
 
 
 def from_toml(path: Path) -> Source:

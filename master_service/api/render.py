@@ -64,28 +64,39 @@ SCANNED_AT_ONCE = 10_000
 def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> JobView:
     """`stalled`: for whom it waits, empty if it makes progress."""
     spec, state = job.spec, job.state
+    return summary(job, metrics, master, stalled).with_fields(
+        stage=state.stage,
+        generation=state.generation,
+        failure=state.failure,
+        evaluation=evaluation(job),
+        losses=job.losses,
+        result=state.result,
+        settings=spec,
+        sources=spec.sources,
+    )
+
+
+def summary(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> JobView:
+    """As lists have it."""
+    spec = job.spec
     phase, reason = standing(job)
     return JobView(
         job=spec.job,
+        state=phase,
         phase=phase,
-        stage=state.stage,
-        mode=spec.mode,
-        generation=state.generation,
         reason=reason,
-        failure=state.failure,
         stalled=stalled,
+        mode=spec.mode,
         progress=progress(job, metrics, stalled=bool(stalled)),
-        evaluation=evaluation(job),
         members=MemberCounts(
             trainers=len(job.members.trainers),
             trainers_desired=spec.trainers,
             pservers=len(job.members.pservers),
             pservers_desired=spec.pservers,
         ),
-        losses=job.losses,
-        result=state.result,
         master=master,
-        spec=spec,
+        script=spec.script,
+        storage=spec.storage,
     )
 
 
@@ -336,9 +347,11 @@ def resizes(job: Job, page_size: int, page_token: str) -> ResizePage:
     return ResizePage(resizes=tuple(map(resize, page)), next_page_token=token)
 
 
-def operations(job: Job, state: OperationState | None, page_size: int, page_token: str) -> OperationPage:
+def operations(
+    kept: Iterable[Operation], state: OperationState | None, page_size: int, page_token: str
+) -> OperationPage:
     """`state` None: in any."""
-    found = [operation for operation in job.operations.records.values() if state in (None, operation.state)]
+    found = [operation for operation in kept if state in (None, operation.state)]
     page, token = page_of(found, _when_begun, page_size, page_token, newest_first=True)
     return OperationPage(operations=tuple(page), next_page_token=token)
 

@@ -25,12 +25,9 @@ from master_service.cluster.store import (
 )
 from master_service.cluster.unreadable import unreadable_event
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import cluster_jobs
-from master_service.core.decisions.cluster_jobs import (
-    ScheduleLook,
-    finish,
-    follow_resize,
-)
+from master_service.core.decisions import cluster_jobs, job_schedules
+from master_service.core.decisions.cluster_jobs import finish, follow_resize
+from master_service.core.decisions.job_schedules import ScheduleLook
 from master_service.core.decisions.scheduling.admission import lost_places
 from master_service.core.decisions.scheduling.schedule import Portions, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
@@ -55,6 +52,7 @@ from trireme_shared.protocol.records.operations import saves_on_demand
 from trireme_shared.protocol.times import rfc3339
 
 LOOK_S = 5.0
+GATHER_S = 0.2  # a schedule begins at most so long after the change that it is for
 JOB_LOOK_S = 1.0
 PAUSE_S = 0.5
 SAVE_S = 30.0  # a stop that waits longer for its checkpoint goes back to the one before
@@ -124,6 +122,7 @@ class ClusterTerm:
     async def _keep_schedule(self) -> None:
         while True:
             self._changed.clear()
+            begin = clock.monotonic()
             scheduled_s = await self._create_due_jobs()
             await self._follow_resizes()
             try:
@@ -139,25 +138,29 @@ class ClusterTerm:
             if portions.stale:
                 continue
             looks = [LOOK_S, scheduled_s, portions.next_look_s]
+            # while many members join or leave, each change would have a schedule of its own
+            took_s = min(GATHER_S, clock.monotonic() - begin)
             limit_s = max(0.01, min(look for look in looks if look is not None))
             try:
                 async with asyncio.timeout(limit_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
+            if took_s > 0:
+                await asyncio.sleep(took_s)
 
     async def _create_due_jobs(self) -> float | None:
         """Those of schedules. Seconds until the next time of one; None: there is none."""
         while True:
             try:
                 due = await self.writer.decide(
-                    lambda state, _: cluster_jobs.run_due_schedule(state, clock.wall_time())
+                    lambda state, _: job_schedules.run_due_schedule(state, clock.wall_time())
                 )
             except TooLarge as error:
                 why = error.message
 
                 def skip(state: ClusterState, _: float) -> ClusterDecision[ScheduleLook]:
-                    return cluster_jobs.skip_due_schedule(state, clock.wall_time(), why)  # noqa: B023
+                    return job_schedules.skip_due_schedule(state, clock.wall_time(), why)  # noqa: B023
 
                 due = await self.writer.decide(skip, LAST_BYTES)  # awaited before the next round
             if not due.again:

@@ -2,7 +2,7 @@
 pydantic.
 
 Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 8
-disk full (resumable), 9 cancelled, 130 interrupted.
+disk full (resumable), 9 cancelled, 10 etcd's files are damaged, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from trireme.cli import standard_output
 from trireme.cli.cluster import commands as cluster_commands
 from trireme.cli.history import commands as history_commands
 from trireme.cli.options import (
@@ -543,9 +544,14 @@ cluster_commands.add_to(app)
 
 
 def main() -> None:
+    standard_output.begin()
+    code: object = 0
     try:
         app()
+    except SystemExit as ended:
+        code = ended.code
     finally:
         # from here on Ctrl-C ends the process: as an exception it would be printed by whatever the
         # interpreter frees just then
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(standard_output.end(code))

@@ -54,7 +54,9 @@ def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> J
 
 async def _spec_in(cluster: Target) -> JobSpec:
     async with open_job(cluster.address, token=cluster.token) as (client, job):
-        spec = (await client.get_job(job)).spec
+        found = await client.get_job(job)
+    place = {"job": found.job, "script": found.script, "storage": found.storage, "sources": found.sources}
+    spec = JobSpec(**dict(found.settings or ()), **place)
     check_seen(spec)
     return spec
 

@@ -95,16 +95,16 @@ async def show_status(client: AnyClient, name: str, console: Console | None) -> 
     if console:
         progress = progress_of(view, restarts=0)
         console.print(
-            f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}"
+            f"{job['job']}  {job['state']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}"
         )
         console.print(progress.training())
         members = job["members"]
         console.print(
             f"{members_text(*(members[name] for name in COUNTS))}  generation {job['generation']}  "
-            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} "
+            f"{'master' if job['settings']['dispatch'] == 'master' else 'sweeper'} "
             f"{without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
         )
-        if line := evaluation_line(job.get("evaluation"), job["spec"]["mode"]):
+        if line := evaluation_line(job.get("evaluation"), job["mode"]):
             console.print(line)
         for cause, text in loss_rows(job["losses"]):
             console.print(f"{cause}  {text}")
@@ -136,11 +136,11 @@ async def show_tasks(
 async def show_members(client: AnyClient, job: str, console: Console | None) -> dict[str, Any]:
     members = [member.model_dump(mode="json") async for member in client.list_members(job)]
     if console:
-        more = (
-            ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
-        )
+        more = []
+        if any(member.get("has_parameters") is not None for member in members):
+            more.append("has_parameters")
         if len({member.get("trireme_version", "") for member in members}) > 1:
-            more += ("trireme_version",)
+            more.append("trireme_version")
         print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", *more, "tasks"), members)
     return {"members": members}
 
@@ -149,7 +149,7 @@ def _ended_status(result: dict[str, Any], console: Console | None) -> dict[str, 
     if console:
         summary = summary_text(result, reason=result["phase"] != Phase.COMPLETED)
         print(without_passwords(summary))  # noqa: T201
-    return result
+    return {"state": result["phase"], **result}  # a run of before may have none
 
 
 def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
@@ -160,6 +160,7 @@ def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
     hints = list(told.hints)
     return {
         "job": folder.name,
+        "state": STOPPED,
         "phase": STOPPED,
         "reason": told.summary,
         "details": list(told.details),

@@ -268,7 +268,7 @@ def given_token() -> str:
 def has_ended(job: JobView) -> bool:
     """COMPLETED, FAILED or CANCELLED. In a cluster its standing says so: its phase may be that of its last
     term."""
-    return (job.standing or job.phase) in FINAL
+    return (job.standing or job.state) in FINAL
 
 
 def result_of(ended: Ended) -> Ended:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from master_service.store.between_runs import renew, start_again
 from trireme.launch.leases import LostLease, LostLeases, Vouching
-from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, cores, revoke_leases_of
+from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, revoke_leases_of
 from trireme.launch.resume import Facts, parameter_bytes
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, ClusterSettings, SupervisedProcesses
@@ -40,6 +40,7 @@ from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
@@ -121,6 +122,13 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self.masterless:
             return masterless_address(",".join(self.etcd_access.urls), self.spec.job)
         return self.directory.master.url if self.directory.master else ""
+
+    @property
+    def way_without_etcd(self) -> str:
+        return (
+            "the job's checkpoints do not depend on it: the same command with another --job and `--init-from "
+            f"{self.spec.job}` begins with the newest one, and with --fresh it begins from nothing"
+        )
 
     @asynccontextmanager
     async def client(self, timeout_s: float) -> AsyncIterator[OpenJob]:
@@ -277,7 +285,9 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if not self.masterless:
             await self._add_masters({}, "logs")
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
-        self._uds = str(self._opened.enter_context(sockets(self.folder)))
+        folder = self._opened.enter_context(sockets(self.folder))
+        self._uds = f"{folder.path}/"
+        self.run_beside(folder.keep())
         self._pserver_settings = {"TRIREME_THREADS": threads}
         if self._spare_pservers:
             self._pserver_settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)

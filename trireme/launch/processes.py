@@ -35,7 +35,7 @@ from typing import IO, Protocol, Self
 
 from trireme.launch import leftovers
 from trireme.launch.fork_server import GO, Request
-from trireme.view.child_events import ChildEvent
+from trireme.view.child_events import AS_ASKED, ChildEvent
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record
@@ -81,11 +81,6 @@ class Process(Protocol):
     def returncode(self) -> int | None: ...
     async def wait(self) -> int: ...
     def send_signal(self, signal: int, /) -> None: ...
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def inherited_environment() -> dict[str, str]:
@@ -485,6 +480,8 @@ def death_event(
 ) -> ChildEvent:
     """`lost`: the lease that it had lost, as text; "": none. `left`: what it had begun."""
     cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
+    if end.code == 0 and not _at_work(left):  # members end so when they were asked to leave
+        return ChildEvent(name, what if given_up else "left", AS_ASKED, end.pid)
     if end.code == LEASE_LOST or (lost and end.code == -signal.SIGKILL):
         what = what if given_up else "lost_lease"
         cause = lost or cause

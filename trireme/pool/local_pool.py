@@ -104,6 +104,13 @@ class LocalPool(SupervisedProcesses[None]):
     def url(self) -> str:
         return self._url
 
+    @property
+    def way_without_etcd(self) -> str:
+        return (
+            f"the checkpoints of jobs lie in {self.request.storage} and do not depend on it: move "
+            f"{self.embedded.data_dir} away, start the cluster again, and submit the jobs with --init-from"
+        )
+
     async def leader_url(self) -> str:
         """Raises DeadlineExceeded if no master leads within `start_timeout_s`; ClusterError if the cluster
         cannot start."""

@@ -108,6 +108,7 @@ PROBLEMS: dict[int, dict[str, str]] = {
         "NOT_LEADER": "A standby answered; `details.leader` is the leader's URL when known.",
         "NOT_READY": "The master has not taken over yet.",
         "STORAGE_UNREACHABLE": "The job's storage does not answer.",
+        "RESOURCE_EXHAUSTED": "The master may open no more files and sockets, or its machine lacks memory.",
     },
     504: {"DEADLINE_EXCEEDED": "etcd did not answer in time; send the same request again."},
 }
@@ -384,8 +385,14 @@ FOLLOWS = [
         "getPoolMember",
         "drainPoolMember undrainPoolMember",
     ),
-    *_of("job", "job", "the same job", "pauseJob", "resumeJob cancelJob"),
-    *_of("job", "job", "the same job", "cancelJob", "deleteJob"),
+    *[
+        Follows(source, target, "the same job", {})
+        for source, target in (
+            ("pauseJob", "resumeJob"),
+            ("pauseJob", "cancelJob"),
+            ("cancelJob", "deleteJob"),
+        )
+    ],
     *_of("schedule", "name", "the schedule", "createSchedule", "getSchedule deleteSchedule"),
     *_of("schedule", "schedules/0/name", "the first schedule", "listSchedules", "getSchedule deleteSchedule"),
     *_of(
@@ -417,14 +424,14 @@ FOLLOWS = [
         "operation_id",
         "operation_id",
         "the operation that was begun",
-        "createCheckpoint verifyCheckpoint restoreCheckpoint",
+        "createCheckpoint verifyCheckpoint restoreCheckpoint createResize "
+        "pauseJob resumeJob cancelJob deleteJob",
         "getOperation",
     ),
     *_of(
         "operation_id", "operations/0/operation_id", "the newest operation", "listOperations", "getOperation"
     ),
-    *_of("operation_id", "resize_id", "the operation of the resize", "createResize", "getOperation"),
-    *_of("resize_id", "resize_id", "the resize that was begun", "createResize", "getResize cancelResize"),
+    *_of("resize_id", "operation_id", "the resize that was begun", "createResize", "getResize cancelResize"),
     *_of("resize_id", "resizes/0/resize_id", "the newest resize", "listResizes", "getResize cancelResize"),
     *_of("name", "series/0/name", "the first metric", "listMetricSeries", "queryMetric"),
     *[

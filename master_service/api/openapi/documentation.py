@@ -120,7 +120,6 @@ def _read(path: Path) -> Served:
 
 Methods = dict[str, frozenset[str] | None]  # method -> names of its query parameters; None: it may have any
 IF_MATCH = "If-Match"
-_NO_NAMES: frozenset[str] = frozenset()
 offload = asyncio.to_thread
 
 
@@ -171,24 +170,14 @@ class DocumentedPaths:
                 yield methods, conditional
 
     def _read(self) -> list[tuple[re.Pattern[str], Methods, frozenset[str]]]:
-        return [
-            *(
-                (compile_path(template)[0], {"GET": names}, _NO_NAMES)
-                for template, names in self._beside.items()
-            ),
-            *(
-                (
-                    compile_path(template)[0],
-                    {method.upper(): _names(operation, "query") for method, operation in methods.items()},
-                    frozenset(
-                        method.upper()
-                        for method, each in methods.items()
-                        if IF_MATCH in _names(each, "header")
-                    ),
-                )
-                for template, methods in self._document()["paths"].items()
-            ),
+        known: list[tuple[str, Methods, frozenset[str]]] = [
+            (template, {"GET": names}, frozenset()) for template, names in self._beside.items()
         ]
+        for template, operations in self._document()["paths"].items():
+            taken: Methods = {method.upper(): _names(each, "query") for method, each in operations.items()}
+            conditional = (m.upper() for m, each in operations.items() if IF_MATCH in _names(each, "header"))
+            known.append((template, taken, frozenset(conditional)))
+        return [(compile_path(template)[0], taken, conditional) for template, taken, conditional in known]
 
 
 def _names(operation: dict[str, Any], place: str) -> frozenset[str]:

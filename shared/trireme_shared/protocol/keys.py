@@ -293,6 +293,7 @@ class ClusterKeys:
     cluster/schema                  StateSchema   -         leader       lock
     cluster/answers/<digest>        KeptAnswer    -         leader       lock
     cluster/events/<first id>       EventChunk    -         leader       lock
+    cluster/operations/<job>/<id>   Operation     -         leader       lock
     jobs/<job>                      ClusterJob    -         leader       lock
     jobs/<job>/tasks/<name>         TaskRun       -         leader       lock
     sources/<digest>                Source        -         leader       lock
@@ -316,6 +317,7 @@ class ClusterKeys:
     schema = _Key("cluster/schema")
     answers = _Key("cluster/answers/")
     events = _Key("cluster/events/")
+    operations = _Key("cluster/operations/")
     jobs = _Key("jobs/")
     sources = _Key("sources/")
     schedules = _Key("schedules/")
@@ -330,6 +332,15 @@ class ClusterKeys:
     def answer(self, digest: str) -> str:
         """To the request whose Idempotency-Key has that digest."""
         return f"{self.prefix}cluster/answers/{digest}"
+
+    def operation(self, job: str, operation_id: str) -> str:
+        """Not below the job: it outlives it."""
+        return f"{self.operations}{job}/{operation_id}"
+
+    def operation_in(self, key: str) -> tuple[str, str]:
+        """(job, operation_id) of a key below `operations`."""
+        job, _, operation_id = key.removeprefix(self.operations).partition("/")
+        return job, operation_id
 
     def below_job(self, job: str) -> str:
         """Prefix of what the cluster keeps of a job beside its ClusterJob; the job's own keys are
