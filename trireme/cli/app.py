@@ -545,7 +545,7 @@ cluster_commands.add_to(app)
 
 def main() -> None:
     standard_output.begin()
-    code: object = 0
+    code: standard_output.Code = 0
     try:
         app()
     except SystemExit as ended:
