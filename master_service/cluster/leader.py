@@ -32,14 +32,17 @@ from master_service.store.schema import read_events
 from trireme_shared.platform.etcd import Etcd, Get, Lease
 from trireme_shared.platform.etcd.reading import must_read
 from trireme_shared.platform.runtime import clock, http, telemetry
+from trireme_shared.platform.runtime.containment import Containment, Failed, Failures, LongLivedGroup
 from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.platform.storage import files
-from trireme_shared.protocol.errors import Conflict, NotFound, NotReady
+from trireme_shared.protocol.errors import Conflict, NotFound, NotReady, PeerError, TriremeError
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, Source, Standing
 from trireme_shared.protocol.times import rfc3339
+
+STEP_DOWN_S, LONGEST_REST_S = 1.0, 30.0  # after a term that failed
 
 A = TypeVar("A")
 
@@ -68,6 +71,9 @@ class ClusterMaster(Leads[ClusterTerm]):
     events: EventFeed = field(init=False, default_factory=EventFeed)
     candidate: Candidate[ClusterTerm] = field(init=False)
     _deletions: dict[str, asyncio.Task[ClusterJob]] = field(init=False, default_factory=dict)
+    _contained: Containment = field(init=False, default_factory=lambda: Containment((TriremeError,)))
+    _failures: Failures = field(init=False, default_factory=Failures)
+    _rests_until: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.candidate = Candidate(self.name, "taking the cluster over")
@@ -83,6 +89,15 @@ class ClusterMaster(Leads[ClusterTerm]):
         await stand(self.etcd, self.ttl_s, stopping, self._lead)
 
     async def _lead(self, lease: Lease) -> None:
+        """One term. After a bug in it this process steps down for a while: another one may do better, and the
+        jobs' members go on meanwhile. Raises TriremeError."""
+        await asyncio.sleep(self._rests_until - clock.monotonic())
+        led = await self._contained.once(partial(self._lead_under, lease), "leading the cluster")
+        if isinstance(led, Failed):
+            self._rests_until = clock.monotonic() + self._failures.add(STEP_DOWN_S, LONGEST_REST_S)
+            raise PeerError(f"{self.name} could not lead the cluster: {led.cause}")
+
+    async def _lead_under(self, lease: Lease) -> None:
         election = self.candidate.elected(
             self.etcd, self.keys.lock, lease, self.probe, url=self.url, network=self.network
         )
@@ -101,9 +116,11 @@ class ClusterMaster(Leads[ClusterTerm]):
                 self.events.begin(lambda: start.state.events, term.writer.tell)
                 elected = f"{self.name} leads the cluster in term {lock.term}"
                 self.events.add([Event("leader_elected", elected, {"term": lock.term, "url": self.url})])
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(Retention(self, self.job_retention_s).run())
-                    group.create_task(EndedTrackers(self, self.events.add).run())
+                retention = Retention(self, self.job_retention_s, self.events.add)
+                trackers = EndedTrackers(self, self.events.add)
+                async with LongLivedGroup() as group:
+                    group.create_task(term.contained.keep(retention.run, "deleting jobs"))
+                    group.create_task(term.contained.keep(trackers.run, "telling trackers of ended jobs"))
                     group.create_task(term.run())
             finally:
                 self.events.end()

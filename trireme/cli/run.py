@@ -306,8 +306,8 @@ async def _train(
         interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
             interrupt.ready = True
-            cluster.run_beside(spent.keep())
-            cluster.run_beside(output.run())
+            cluster.run_beside(spent.keep, "noting the time that the run has taken")
+            cluster.run_beside(output.run, "showing what the script prints")
             state = await _run_to_the_end(cluster, reporter, folder, screen)
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
             events = await logs.all_events(lambda: cluster.client(REQUEST_TIMEOUT_S))
@@ -339,7 +339,9 @@ async def _run_to_the_end(
     who = (
         f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
     )
-    cluster.run_beside(cluster.publish(partial(_publish, cluster)))
+    cluster.run_beside(
+        partial(cluster.publish, partial(_publish, cluster)), "telling commands the master's address"
+    )
     if cluster.settings.etcd is not None:
         who += f", existing etcd at {cluster.etcd_access}"
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
@@ -348,9 +350,10 @@ async def _run_to_the_end(
         screen.event(
             f"in a browser: {cluster.url}" + (f", with the token in {token}" if token.exists() else "")
         )
-    cluster.run_beside(
-        reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s)
+    report = partial(
+        reporter.run, lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s
     )
+    cluster.run_beside(report, "showing progress")
     return await cluster.wait()
 
 

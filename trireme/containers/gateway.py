@@ -24,6 +24,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from trireme_shared.platform.membership.settings import CONFIGURATION
 from trireme_shared.platform.runtime import http, service, telemetry
+from trireme_shared.platform.runtime.containment import Containment
 from trireme_shared.protocol.errors import InvalidArgument
 
 LOOK_S = 0.5
@@ -74,7 +75,9 @@ class Gateway:
             raise InvalidArgument(msg) from error
         self.address = server.sockets[0].getsockname()[:2]
         async with http.session() as session:
-            looking = asyncio.ensure_future(self._look(session))
+            looking = asyncio.ensure_future(
+                Containment().keep(lambda: self._look(session), "looking for the leader")
+            )
             try:
                 await stopping.wait()
             finally:

@@ -17,6 +17,9 @@ leader who tries again.
 All children are forked from one process that has loaded torch, and die with this one, which has not. While
 etcd is silent they go on. A child that lives on without its lease for too long is ended, and its place starts
 another process: one watch for each job that has children here (trireme/launch/leases.py says what counts).
+
+An error that one place or one job meets ends no other: the place ends its process, tells its trouble and
+tries again, and what watches and follows goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,11 +57,13 @@ from trireme.pool.host_status import HostMetrics, ProcessHealth
 from trireme.pool.registration import HostFolder, PlaceKeys, opened_folder
 from trireme.pool.settings import Settings, gpus, passed_on
 from trireme_shared.platform.etcd import Etcd, KeyValue
+from trireme_shared.platform.etcd.errors import UNUSABLE
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import begun, http, ids, service, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.containment import Containment, Failed, Failures, LongLivedGroup
 from trireme_shared.platform.runtime.service import READY_FILE
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys, Keys
@@ -72,7 +77,7 @@ CLAIM_S = 60.0  # longer than the lease of a dead agent of this name
 KINDS: tuple[Kind, ...] = ("pserver", "trainer")
 LOOK_S = 1.0
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
-START_AGAIN_S = 3.0  # after a start that the system refused
+START_AGAIN_S, MOST_PAUSE_S = 3.0, 60.0  # after a start that the system refused
 ASK_S = 2.0
 TROUBLE_CHARACTERS = 1500
 TASK_MODULE = "trireme.pool.task_process"
@@ -120,14 +125,14 @@ class HostAgent:
             forks = opens.enter_context(ForkServer())
             uds = str(opens.enter_context(sockets(folder.place)))
             await self._revoke(folder.last_lease)
-            members = [self._member(kind, number) for kind in KINDS for number in range(self._count(kind))]
+            members = [self.member(kind, number) for kind in KINDS for number in range(self._count(kind))]
             if not members:
                 raise InvalidArgument(
                     "a host without places is of no use: TRIREME_TRAINERS and TRIREME_PSERVERS are 0"
                 )
             keys = PlaceKeys(self.etcd, self.keys, members, self.settings.agent_ttl_s, folder.note_lease)
             host = self._host(folder, forks, uds)
-            self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
+            self.places = [Place(member, host, self.reporter(keys, member)) for member in members]
             self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
             self.metrics.registration = keys
@@ -140,14 +145,18 @@ class HostAgent:
             service.ready()
             forks.prepare()
             service.settled()
-            return await self._serve(host, keys, stopping)
+            return await self.serve(host, keys, stopping)
 
-    async def _serve(self, host: Host, keys: PlaceKeys, stopping: asyncio.Event) -> int:
-        async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(self._follow(kind)) for kind in KINDS if self._count(kind)]
-            beside.append(group.create_task(FrozenChildren(host, self.places).run()))
-            beside.append(group.create_task(Vouching(host.etcd).run(self._children)))
-            holding = group.create_task(keys.hold())
+    async def serve(self, host: Host, keys: PlaceKeys, stopping: asyncio.Event) -> int:
+        async with LongLivedGroup() as group:
+            keep = Containment(UNUSABLE).keep
+            parts: dict[str, Callable[[], Awaitable[None]]] = {
+                f"following {kind}s": partial(self._follow, kind) for kind in KINDS if self._count(kind)
+            }
+            parts["watching leases"] = FrozenChildren(host, self.places).run
+            parts["vouching for children"] = partial(Vouching(host.etcd).run, self._children)
+            beside = [group.create_task(keep(part, what)) for what, part in parts.items()]
+            holding = group.create_task(keep(keys.hold, "keeping the places registered"))
             asked = group.create_task(stopping.wait())
             running = [(place.kind, group.create_task(place.run())) for place in self.places]
             await asyncio.wait((holding, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -176,7 +185,7 @@ class HostAgent:
     def _cores(self) -> int:
         return self.settings.cores or cores()
 
-    def _member(self, kind: Kind, number: int) -> PoolMember:
+    def member(self, kind: Kind, number: int) -> PoolMember:
         places = self.settings.trainers + self.settings.pservers
         return PoolMember(
             member=f"{self.settings.name}-{kind}-{number}",
@@ -211,7 +220,7 @@ class HostAgent:
             self.settings.drain_seconds,
         )
 
-    def _reporter(self, keys: PlaceKeys, member: PoolMember) -> Callable[..., None]:
+    def reporter(self, keys: PlaceKeys, member: PoolMember) -> Callable[..., None]:
         key = self.keys.member(member.kind, member.member)
         return lambda **fields: keys.set(key, **fields)
 
@@ -264,13 +273,15 @@ class FrozenChildren:
     async def run(self) -> None:
         """Until cancelled."""
         watches: dict[str, asyncio.Task[None]] = {}
+        contained = Containment(UNUSABLE)
         async with asyncio.TaskGroup() as group:
             while True:
                 jobs = {place.job for place in self._places if place.child is not None}
                 for job in watches.keys() - jobs:
                     watches.pop(job).cancel()
                 for job in jobs - watches.keys():
-                    watches[job] = group.create_task(self._watch(job))
+                    watching = contained.keep(partial(self._watch, job), f"watching leases of job {job}")
+                    watches[job] = group.create_task(watching)
                 await asyncio.sleep(LOOK_S)
 
     async def _watch(self, job: str) -> None:
@@ -375,17 +386,37 @@ class Place:
 
     async def run(self) -> None:
         """Until `close`."""
+        contained, failures = Containment(UNUSABLE), Failures()
         while not self._closed or self._assignment is not None:
             self._changed.clear()
-            if self._assignment is None:
-                self._report(**IDLE)
-                await self._changed.wait()
-            elif self._assignment.task:
-                await self._run_task(self._assignment)
-                self.child = None
-            else:
-                await self._serve(self._assignment)
-                self._forget_child()
+            done = await contained.once(self._follow_assignment, f"running what {self.member} is assigned")
+            if isinstance(done, Failed):
+                pause_s = failures.add(START_AGAIN_S, MOST_PAUSE_S)
+                await contained.once(partial(self._after, done, pause_s), f"ending what {self.member} ran")
+
+    async def _follow_assignment(self) -> None:
+        """Until it is another one."""
+        if self._assignment is None:
+            self._report(**IDLE)
+            await self._changed.wait()
+        elif self._assignment.task:
+            await self._run_task(self._assignment)
+            self.child = None
+        else:
+            await self._serve(self._assignment)
+            self._forget_child()
+
+    async def _after(self, failed: Failed, pause_s: float) -> None:
+        """Its process ends, since nobody follows it. An attempt at a task is not run a second time."""
+        work, child = self._assignment, self.child
+        self._report(trouble=shortened(f"{self._host.name}: {failed.cause}", TROUBLE_CHARACTERS))
+        if child is not None:
+            await child.end(self._host.grace_s)
+            self.child = None
+        if work is not None and work.task:
+            self._report(ended=True, exit_code=NOT_STARTED)
+            await self._changed.wait()
+        await event_within(self._changed, pause_s)
 
     def _forget_child(self) -> None:
         if self.child is not None:
@@ -426,9 +457,7 @@ class Place:
                 return
             policy.when, policy.least_s = await self._restarts_of(work.job)
             left = child.left
-            delay_s = policy.delay_s(
-                end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None
-            )
+            delay_s = policy.delay_after(end, was_ready=child.was_ready, at_work=left is not None)
             self.deaths += 1
             cause = death_event(child.name, end, given_up=False, left=left).cause
             log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=cause)
@@ -464,7 +493,7 @@ class Place:
                 end = await self._end_of(child)
             if end is None:
                 return
-            code = end.code
+            code, trouble = end.code, end.out_of_memory
         except TimeoutError:
             await child.end(self._host.grace_s)
             code, trouble = TIMED_OUT, f"it ran over its time limit of {work.limit_s:g} s"

@@ -96,6 +96,10 @@ class Fatal(CallerError):
     code, status = "ETCD_FATAL", 500
 
 
+#: Errors with which no process goes on: from this etcd every task of it would get them again, or what it
+#: knows is not valid any more.
+UNUSABLE = (Fatal, Unauthenticated, WentBack)
+
 FREE_SPACE = (
     "free space: `etcdctl compact REVISION` (the newest: `etcdctl endpoint status`), `etcdctl "
     "defrag`, then `etcdctl alarm "
