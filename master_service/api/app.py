@@ -129,7 +129,10 @@ def api_of(*, clustered: bool) -> FastAPI:
     app.include_router(documentation.router)
     app.include_router(system.router)
     app.include_router(system.open_router)
-    paths = DocumentedPaths(app.openapi, beside=documentation.PATHS)
+    streams = {
+        path: names for path, names in (events.STREAMS | logs.STREAMS).items() if clustered or "{job}" in path
+    }
+    paths = DocumentedPaths(app.openapi, beside=dict.fromkeys(documentation.PATHS) | streams)
     problems.install(app, paths)
     app.add_middleware(EveryMethod, paths=paths)
     app.add_middleware(Bounded)

@@ -74,6 +74,10 @@ class Agent:
     async def _start(self, *_: Any) -> Running:
         return Running()
 
+    async def _keep(self) -> None:
+        """Its sockets: nothing is to be done."""
+        await asyncio.Event().wait()
+
     def pids(self) -> dict[str, int]:
         return {
             place.member: place.child.pid for place in self.agent.places if place.child and place.child.alive
@@ -89,7 +93,7 @@ class Agent:
     async def serving(self) -> AsyncIterator[asyncio.Task[int]]:
         stopping = asyncio.Event()
         await self.places.claim(10.0)
-        serving = asyncio.ensure_future(self.agent.serve(self.host, self.places, stopping))
+        serving = asyncio.ensure_future(self.agent.serve(self.host, self.places, self._keep, stopping))
         try:
             for kind, number, job in (("pserver", 0, "a"), ("trainer", 0, "a"), ("trainer", 1, "b")):
                 await self.assign(kind, number, job)
