@@ -115,6 +115,22 @@ def test_an_answer_that_cannot_be_written_is_an_error(tmp_path):
     assert (done.returncode, done.stderr) == (1, told)
 
 
+def test_what_the_locale_lacks_is_shown_by_number_and_hides_no_cause(tmp_path):
+    (tmp_path / "train.py").write_text("import hilf\n")
+    (tmp_path / "hilf.py").write_text('raise ImportError("die Größe fehlt →")\n')
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "trireme", "run", "train.py", "--json"],
+        cwd=tmp_path,
+        env=clean_environment() | locale,
+        capture_output=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert b"ImportError: die Gr\\xf6\\xdfe fehlt \\u2192" in done.stderr
+
+
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)

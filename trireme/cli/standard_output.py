@@ -10,10 +10,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from trireme_shared.platform.runtime import output
 from trireme_shared.platform.runtime.output import Output
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
 
 OK, FAILED = 0, 1  # exit codes
 
@@ -41,6 +44,8 @@ def begin() -> None:
     """Call it before a command does anything. What it says on standard error never ends it."""
     output.open_missing()
     output.patient("stderr")
+    with suppress(AttributeError, ValueError):  # LC_ALL=C: what it lacks is shown by number, and is no error
+        cast("TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     sys.stdout = cast("TextIO", Answer(sys.stdout))
 
 

@@ -152,7 +152,8 @@ def _nobody_began(now: Situation) -> Cause:
 def _addresses(now: Situation) -> list[str]:
     """Where members say that they are, each host once: one that nobody reaches looks like any other here."""
     members = now.job.members
-    urls = [each.url for each in (*members.pservers.values(), *members.trainers.values())]
+    urls = [server.url for server in members.pservers.values()]
+    urls += [trainer.url for trainer in members.trainers.values()]
     places = [url.partition("://")[2].partition("/")[0] for url in urls]
     hosts = dict.fromkeys(place.rpartition(":")[0] or place for place in places)
     return [f"They must reach each other and the master at {listed(hosts)}."] if hosts else []

@@ -10,6 +10,7 @@ import pytest
 
 from master_service.cluster import leader as leader_module
 from master_service.cluster.leader import ClusterMaster
+from master_service.core.decisions import cluster_jobs
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -294,8 +295,15 @@ def test_a_request_that_its_caller_gives_up_in_mid_transaction_leaves_the_term_a
         jobs = Jobs()
         async with jobs.leading() as leader:
             term = leader.term
+
+            async def create(name: str) -> None:
+                stamp = clock.timestamp()
+                await term.writer.decide(
+                    lambda state, _: cluster_jobs.create(state, job_of(name), None, stamp)
+                )
+
             for turns in range(12):
-                asking = asyncio.ensure_future(leader.create_job(job_of(f"given-up-{turns}"), None))
+                asking = asyncio.ensure_future(create(f"given-up-{turns}"))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 asking.cancel()
@@ -303,7 +311,7 @@ def test_a_request_that_its_caller_gives_up_in_mid_transaction_leaves_the_term_a
             jobs.simulated.freeze()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.5):
-                    await leader.create_job(job_of("unanswered"), None)
+                    await create("unanswered")
             jobs.simulated.thaw()
             await leader.create_job(job_of("b"), None)
             assert leader.term is term

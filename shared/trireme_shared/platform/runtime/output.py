@@ -93,7 +93,7 @@ class Output:
     # ------------------------------------------------------------ inside
 
     def _write(self, text: str) -> None:
-        content = text.encode(self._stream.encoding or "utf-8", "replace")
+        content = text.encode(self._stream.encoding or "utf-8", "backslashreplace")
         if self._left_out:
             told = LEFT_OUT.format(count=self._left_out, cause=self._cause)
             content = told.encode() + content

@@ -101,6 +101,13 @@ def test_a_file_has_what_was_written_at_once(tmp_path):
         assert (tmp_path / "log").read_text() == "ä, and more\n"
 
 
+def test_what_the_encoding_lacks_is_shown_by_its_number(tmp_path):
+    """As Python does on standard error: LC_ALL=C hides no cause."""
+    with (tmp_path / "log").open("w", encoding="ascii") as stream:
+        Output(stream, at_once=True).write("die Größe fehlt → hier\n")
+    assert (tmp_path / "log").read_text() == "die Gr\\xf6\\xdfe fehlt \\u2192 hier\n"
+
+
 def test_lines_for_a_full_disk_are_left_out_and_told():
     with Path("/dev/full").open("w") as stream:
         into = Output(stream, at_once=True)
