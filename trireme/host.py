@@ -13,7 +13,7 @@ import sys
 
 from trireme.pool.host_agent import HostAgent
 from trireme.pool.settings import Settings
-from trireme_shared.platform.runtime import service, telemetry
+from trireme_shared.platform.runtime import output, service, telemetry
 
 RELEASE_S = 30.0
 
@@ -36,7 +36,9 @@ def main() -> int:
         "variables reach its children.",
     ).parse_args()
     settings = Settings.from_environment()
+    output.patient()
     telemetry.configure(level=settings.log_level, service="host", member=settings.name)
+    settings.look_up_own_name()
     # parameter servers leave before trainers
     return service.run(
         lambda stopping: _serve(settings, stopping), drain_s=2 * settings.drain_seconds + RELEASE_S

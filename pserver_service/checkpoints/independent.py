@@ -1,7 +1,7 @@
 """Independent checkpoints: this pserver saves itself from time to time, without the others and without a
 pause.
 
-queue read -> all blocks copied at one instant -> file, manifest -> checkpoints/pservers/<index>
+queue read -> all blocks copied as they are at one instant -> file, manifest -> checkpoints/pservers/<index>
     -> older files deleted
                                                    `-> an error: the files of this one deleted
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.checkpoints.copies import begin, saving_of
+from pserver_service.checkpoints.copies import begin, copy_blocks, saving_of
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
 from trireme_shared.checkpoints import writer
@@ -32,6 +32,7 @@ from trireme_shared.serving.core.stores import AsyncStore
 
 LOOK_S = 0.5
 RETRY_S = 2.0
+COPY_BYTES = 1 << 20  # of values in one turn, with their optimizer's state: pushes go on meanwhile
 
 log = telemetry.logger("pserver.independent")
 
@@ -95,9 +96,7 @@ class Independent:
         if self._pserver.store is not store:
             raise GivenUp("the parameters were dropped")
         number = max(self._number, before.kept[0].step if before and before.kept else 0) + 1
-        snapshot = await begin(self._pserver, store, lambda: _copied(store, number))
-        if snapshot is None:
-            raise GivenUp("the parameters were dropped")
+        snapshot = await self.copied(store, number)
         self._number = number
         pending = PendingCheckpoint(
             uuid=ids.named_uuid("independent", self._keys.job, self._pserver.incarnation, number),
@@ -143,6 +142,10 @@ class Independent:
         try:
             ledger = lambda: ledger_metadata(snapshot)  # noqa: E731
             part = await write_part(saving_of(self._context), self.offload, pending, snapshot, ledger)
+        except InvalidArgument as error:
+            if self._pserver.store is None:
+                raise GivenUp("the parameters were dropped") from error
+            raise
         finally:
             snapshot.release()
         if self._pserver.store is None:
@@ -179,6 +182,29 @@ class Independent:
         else:
             self._unnamed -= uuids
 
+    async def copied(self, store: AsyncStore, number: int) -> AsyncSnapshot:
+        """All of it as it is at one instant; pushes go on meanwhile. Raises GivenUp."""
+        record = StepRecord(version=number, positions=())
+
+        def begun() -> AsyncSnapshot:
+            copying = store.begin_copy(record)
+            store.copy_before_changes(copying)
+            return copying
+
+        copying = await begin(self._pserver, store, begun)
+        if copying is None:
+            raise GivenUp("the parameters were dropped")
+        whole = False
+        try:
+            whole = await copy_blocks(self._pserver, store, copying, lambda _: True, COPY_BYTES)
+        finally:
+            store.copy_before_changes(None)
+            if not whole:
+                copying.release()
+        if not whole:
+            raise GivenUp("the parameters were dropped, or blocks moved, while they were copied")
+        return copying
+
     async def _before(self) -> tuple[OwnCheckpoints | None, int]:
         """The key's record, and its revision (0: there is none)."""
         found = await self._etcd.get(self._keys.own_checkpoints(self._pserver.index))
@@ -202,11 +228,3 @@ class Independent:
         what = f"pserver-{index} cannot write its checkpoint below {place}: {error}"
         self._pserver.checkpoint_error = f"{what}; {advice_for(error)}"
         log.error("checkpoint_failed", message=self._pserver.checkpoint_error)
-
-
-def _copied(store: AsyncStore, number: int) -> AsyncSnapshot:
-    """All of it at once."""
-    snapshot = store.begin_copy(StepRecord(version=number, positions=()))
-    for block in store.blocks:
-        store.copy_block(snapshot, block)
-    return snapshot

@@ -10,11 +10,12 @@ its group ends with it, whatever its end was (trireme/launch/leftovers.py). A Ch
 be started again, with the same log file.
 
 A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is
-always started again. So is one that had started up and later lost its lease: its host froze or was cut off. A
-child that ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not
-help. A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a
-missing package, say). A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter
-servers: fewer starts, and later ones.
+always started again. So is one that had started up and later lost its lease: its host froze or was cut off;
+and one that found another script than the job's: somebody edits it, and the others train on. A child that
+ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not help. A child
+that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package,
+say). A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer
+starts, and later ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import IO, Protocol, Self
 
 from trireme.launch import leftovers
 from trireme.launch.fork_server import GO, Request
-from trireme.view.child_events import ChildEvent
+from trireme.view.child_events import AS_ASKED, ChildEvent
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record
@@ -65,6 +66,7 @@ FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0
 # 0: it was told to stop
 _FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+SCRIPT_CHANGED = EXIT_CODES["SCRIPT_CHANGED"]
 
 log = telemetry.logger("processes")
 REVOKE_TIMEOUT_S = 2.0
@@ -79,11 +81,6 @@ class Process(Protocol):
     def returncode(self) -> int | None: ...
     async def wait(self) -> int: ...
     def send_signal(self, signal: int, /) -> None: ...
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def inherited_environment() -> dict[str, str]:
@@ -320,7 +317,7 @@ class Exit:
     lived_s: float
 
     def __str__(self) -> str:
-        if self.code == EXIT_CODES["SCRIPT_CHANGED"]:
+        if self.code == SCRIPT_CHANGED:
             return (
                 "its script or a module has changed since the job was created: restore it, or stop the "
                 "job and start it again"
@@ -471,7 +468,7 @@ class RestartPolicy:
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
         self.deaths += 1
-        by_itself = code not in _FROM_OUTSIDE and not at_work
+        by_itself = code not in _FROM_OUTSIDE and code != SCRIPT_CHANGED and not at_work
         self.own_ends += by_itself and not (was_ready and code == LEASE_LOST)
         if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
@@ -483,6 +480,8 @@ def death_event(
 ) -> ChildEvent:
     """`lost`: the lease that it had lost, as text; "": none. `left`: what it had begun."""
     cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
+    if end.code == 0 and not _at_work(left):  # members end so when they were asked to leave
+        return ChildEvent(name, what if given_up else "left", AS_ASKED, end.pid)
     if end.code == LEASE_LOST or (lost and end.code == -signal.SIGKILL):
         what = what if given_up else "lost_lease"
         cause = lost or cause

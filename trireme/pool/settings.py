@@ -12,8 +12,9 @@ from pathlib import Path
 from pydantic import Field
 
 from trireme.launch.bounded_logs import LOG_BYTES, LOGS_BYTES
-from trireme.launch.processes import cores
 from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.platform.runtime.limits import cores
+from trireme_shared.platform.runtime.variables import without_service_links
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 _GPU = re.compile(r"nvidia\d+")
@@ -75,6 +76,5 @@ class Settings(MemberSettings):
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """What children get of an agent's own TRIREME_* variables."""
     own = {f"TRIREME_{name}" for name in OWN}
-    return {
-        name: value for name, value in environment.items() if name.startswith("TRIREME_") and name not in own
-    }
+    given = without_service_links(environment)
+    return {name: value for name, value in given.items() if name.startswith("TRIREME_") and name not in own}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from master_service.core.decisions import cluster_jobs
 from master_service.core.state.cluster import ClusterState, DropJob, DropSource, PutJob, PutSource
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import WALL, active, deleted, job_of, state_of
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound
-from trireme_shared.protocol.records.cluster import RESERVED, ClusterJob, Source, Standing
-from trireme_shared.protocol.records.job_choices import Mode
+from trireme_shared.protocol.records.cluster import ClusterJob, Source, Standing
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.job_choices import RESERVED, Mode
+from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.rest_cluster import CreateJob
 from trireme_shared.protocol.times import rfc3339
 
 STAMP = "2027-01-15T08:00:00.000+00:00"
@@ -66,9 +70,12 @@ def test_a_name_is_taken_once():
 
 
 @pytest.mark.parametrize("name", RESERVED)
-def test_names_of_the_clusters_own_keys_are_refused(name):
-    with pytest.raises(InvalidArgument, match=f"cannot be called {name}"):
-        create(state_of(), job_of(name))
+def test_names_of_the_clusters_own_keys_are_no_names_of_jobs(name):
+    with pytest.raises(ValidationError, match="are keys of a cluster itself; choose another name"):
+        spec_of(job=name)
+    settings = JobSettings(dataset=TextLines("t"))
+    with pytest.raises(ValidationError, match="are keys of a cluster itself"):
+        CreateJob(name=name, settings=settings, script="s.py")
 
 
 def test_a_synchronous_job_cannot_need_more_trainers_than_lanes():
@@ -199,7 +206,7 @@ def test_a_job_that_is_being_cancelled_is_not_asked_for_anything_else(ask):
 @pytest.mark.parametrize("ask", ["pause", "resume", "cancel", "delete"])
 def test_unknown_jobs_are_not_found(ask):
     with pytest.raises(NotFound, match="there is no job x"):
-        getattr(cluster_jobs, ask)(state_of(), "x", *((STAMP,) if ask == "cancel" else ()))
+        getattr(cluster_jobs, ask)(state_of(), "x", *((STAMP,) if ask in ("cancel", "delete") else ()))
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -318,7 +318,9 @@ def submit(
     storage: Annotated[
         str | None,
         typer.Option(
-            help="Its files go to this path or URL. Default: below the cluster's storage.", metavar="URL"
+            help="Its files go to this path or URL, below the cluster's storage or a place that its masters "
+            "allow (TRIREME_STORAGE_ALLOWED). Default: the job's name below the cluster's storage.",
+            metavar="URL",
         ),
     ] = None,
     pre_task: Annotated[

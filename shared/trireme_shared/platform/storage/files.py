@@ -344,6 +344,7 @@ def _explaining(url: str) -> Iterator[None]:
 
 
 def _resolve(url: str) -> tuple[Any, str]:
+    url = str(url)  # of a Url, the text that a file is opened by
     if object_store.is_s3(url):
         filesystem = object_store.filesystem()
         # fsspec has no public name for it
