@@ -109,7 +109,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     listener = listen(settings)
     url = f"{settings.tls.scheme}://{settings.advertised}:{listener.getsockname()[1]}"
     access, tls = settings.access, settings.tls.server()
-    etcd = settings.connect()
+    etcd = settings.etcd_access.connect(share_watches=not settings.job)
     master = _master(settings, etcd, name, url)
     service.ready()
     service.settled()
@@ -117,7 +117,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     logs = LogSource(settings.logs, by_job=not settings.job)
     api = make_api(master, logs)
     server = Server(guarded(api, master, access, settings.tls.client()), tls=tls)
-    log.info("serving", url=url, master=name)
+    log.info("serving", url=url, master=name, open_files=service.open_files()[1])
     try:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=[listener]))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from master_service.cluster.ended_jobs import EndedTrackers, Retention
-from master_service.cluster.store import LAST_BYTES, MAX_BYTES, take_over
+from master_service.cluster.store import LAST_BYTES, MAX_BYTES, RestingEvents, take_over
 from master_service.cluster.term import ClusterTerm
 from master_service.cluster.unreadable import news_of
 from master_service.control.events import EventFeed
@@ -30,15 +30,15 @@ from master_service.storage.job_storage import FileStorage, JobStorage, remove_f
 from master_service.storage.places import check_place
 from master_service.storage.series_files import SeriesReader, StoredMetrics
 from master_service.store.between_runs import start_again
-from master_service.store.schema import read_events
 from trireme_shared.platform.etcd import Etcd, Get, Lease
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.membership.names import NameUse, check_free, forget_communicator, uses_of
 from trireme_shared.platform.runtime import clock, http, ids, telemetry
 from trireme_shared.platform.runtime.http import own_network
+from trireme_shared.platform.runtime.service import open_files
 from trireme_shared.platform.security.access import CALLER
 from trireme_shared.platform.storage import files
-from trireme_shared.protocol.errors import Conflict, NotFound, NotReady
+from trireme_shared.protocol.errors import Conflict, NotFound, NotReady, ResourceExhausted
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
@@ -51,6 +51,8 @@ OPERATION_LOOK_S = (
 )
 
 A = TypeVar("A")
+
+FILES_OF_JOB = 32  # a connection of each member that asks for tasks, and what taking it over opens
 
 log = telemetry.logger("cluster")
 
@@ -79,8 +81,10 @@ class ClusterMaster(Leads[ClusterTerm]):
     events: EventFeed = field(init=False, default_factory=EventFeed)
     candidate: Candidate[ClusterTerm] = field(init=False)
     _deletions: dict[str, asyncio.Task[ClusterJob]] = field(init=False, default_factory=dict)
+    _resting: RestingEvents = field(init=False)
 
     def __post_init__(self) -> None:
+        self._resting = RestingEvents(self.etcd, self.keys)
         self.candidate = Candidate(self.name, "taking the cluster over")
 
     def __repr__(self) -> str:
@@ -188,6 +192,17 @@ class ClusterMaster(Leads[ClusterTerm]):
     # `expected`: the version of what it changes; all raise PreconditionFailed if it has another one.
     # `cause`: of the operation, for people: who asks.
 
+    def check_open_files(self) -> None:
+        """Raises ResourceExhausted if this process may not open what another job needs of it."""
+        found, most = open_files()
+        if most - found < FILES_OF_JOB:
+            msg = (
+                f"this master has {found} of {most} files and sockets open that it may have: too few are "
+                f"left for the members of another job ({FILES_OF_JOB})"
+            )
+            hint = "start masters with a higher hard limit: ulimit -Hn 65536, LimitNOFILE= of the service"
+            raise ResourceExhausted(msg, hint=hint)
+
     async def check_storage(self, url: str) -> None:
         """`url`: what a user names for a job's files; "" is the cluster's own place. Raises
         InvalidArgument."""
@@ -197,7 +212,8 @@ class ClusterMaster(Leads[ClusterTerm]):
     async def create_job(
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
-        """Raises Conflict, InvalidArgument, NotFound."""
+        """Raises Conflict, InvalidArgument, NotFound, ResourceExhausted."""
+        self.check_open_files()
         if job.job not in self.state.jobs:
             uses = await uses_of(self.etcd, self.keys.keys_of(job.job))
             check_free(job.job, uses, NameUse.CLUSTER, "choose another name")
@@ -375,8 +391,7 @@ class ClusterMaster(Leads[ClusterTerm]):
 
     async def events_of(self, name: str) -> EventLog:
         """Of a job that nobody leads now. Raises NotFound, PeerError."""
-        self.state.job(name)
-        return await read_events(self.etcd, self.keys.keys_of(name).events)
+        return await self._resting.of(self.state.job(name))
 
     async def state_of(self, name: str) -> JobState:
         """Of a job that nobody leads now, as its last term left it. Raises NotFound, PeerError."""

@@ -3,6 +3,7 @@ pool's members.
 
 take_over       the address is written under the lock; then every job, schedule, assignment and place is read
 ClusterWriter   decide -> compare-and-set -> answer. One write at a time
+RestingEvents   the events of jobs that nobody leads, read once for all who look at them
 PoolWatch       the registrations of places, which host agents write
 
 Each write compares the cluster's lock (its create_revision is the term) and `cluster/commit`, where the write
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from master_service.cluster.unreadable import unreadable_job, unreadable_schedule
@@ -39,6 +40,7 @@ from master_service.core.state.cluster import (
     PutSource,
     PutTaskRun,
 )
+from master_service.core.state.kept import EventLog
 from master_service.store.schema import read_events
 from master_service.store.writer import MAX_TOLD, HeldLock, LockLost, write_first
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, KeyValue, Put, TxnResult
@@ -55,6 +57,7 @@ from trireme_shared.protocol.records.cluster import (
     Drain,
     JobSchedule,
     PoolMember,
+    Standing,
     TaskRun,
 )
 from trireme_shared.protocol.records.operations import KeptAnswer, Operation
@@ -325,6 +328,46 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
             case DropSchedule(name):
                 by_key[keys.schedule(name)] = Delete(keys.schedule(name))
     return by_key.values()
+
+
+MOST_RESTING = 64  # logs of at most 256 KiB that are kept
+FRESH_S = 1.0  # of a job that may be led at any moment
+RESTING_S = 10.0  # of any other: its log changes with its ClusterJob
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """`job` None: nothing is read yet."""
+
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    job: ClusterJob | None = None
+    log: EventLog = field(default_factory=EventLog)
+    at: float = 0.0
+
+    def is_of(self, job: ClusterJob) -> bool:
+        fresh_s = FRESH_S if job.standing is Standing.ACTIVE else RESTING_S
+        return self.job is job and clock.monotonic() - self.at < fresh_s
+
+
+class RestingEvents:
+    """Of jobs that nobody leads: only a leader of a job writes its log. The logs that were asked for last are
+    kept, so that any number of viewers costs one reading."""
+
+    def __init__(self, etcd: Etcd, keys: ClusterKeys) -> None:
+        self._etcd, self._keys = etcd, keys
+        self._read: dict[str, _Read] = {}
+
+    async def of(self, job: ClusterJob) -> EventLog:
+        """To read. `job`: as the cluster has it now. Raises PeerError."""
+        read = self._read.pop(job.job) if job.job in self._read else _Read()
+        self._read[job.job] = read  # it was asked for last
+        while len(self._read) > MOST_RESTING:
+            del self._read[next(iter(self._read))]
+        async with read.reading:
+            if not read.is_of(job):
+                read.log = await read_events(self._etcd, self._keys.keys_of(job.job).events)
+                read.job, read.at = job, clock.monotonic()
+            return read.log
 
 
 class PoolWatch:

@@ -52,6 +52,7 @@ from trireme_shared.protocol.records.operations import saves_on_demand
 from trireme_shared.protocol.times import rfc3339
 
 LOOK_S = 5.0
+GATHER_S = 0.2  # a schedule begins at most so long after the change that it is for
 JOB_LOOK_S = 1.0
 PAUSE_S = 0.5
 SAVE_S = 30.0  # a stop that waits longer for its checkpoint goes back to the one before
@@ -121,6 +122,7 @@ class ClusterTerm:
     async def _keep_schedule(self) -> None:
         while True:
             self._changed.clear()
+            begin = clock.monotonic()
             scheduled_s = await self._create_due_jobs()
             await self._follow_resizes()
             try:
@@ -136,12 +138,16 @@ class ClusterTerm:
             if portions.stale:
                 continue
             looks = [LOOK_S, scheduled_s, portions.next_look_s]
+            # while many members join or leave, each change would have a schedule of its own
+            took_s = min(GATHER_S, clock.monotonic() - begin)
             limit_s = max(0.01, min(look for look in looks if look is not None))
             try:
                 async with asyncio.timeout(limit_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
+            if took_s > 0:
+                await asyncio.sleep(took_s)
 
     async def _create_due_jobs(self) -> float | None:
         """Those of schedules. Seconds until the next time of one; None: there is none."""

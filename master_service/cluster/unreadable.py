@@ -71,7 +71,7 @@ def unknown_fields(record: BaseModel, below: str = "") -> list[str]:
 def _parts(name: str, value: bytes) -> tuple[dict[str, Any], JobSpec]:
     """The fields of the record but for the spec, and what can be read of the spec."""
     known = _fields(value)
-    least = {"job": name, "script": UNKNOWN, "storage": "", "dataset": TextLines(UNKNOWN)}
+    least = {"job": name, "script": UNKNOWN, "storage": "", "dataset": TextLines(urls=(UNKNOWN,))}
     spec = _readable(JobSpec, _fields_in(known.pop("spec", None)), least)
     return known, spec.with_fields(job=name)
 

@@ -136,11 +136,11 @@ async def show_tasks(
 async def show_members(client: AnyClient, job: str, console: Console | None) -> dict[str, Any]:
     members = [member.model_dump(mode="json") async for member in client.list_members(job)]
     if console:
-        more = (
-            ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
-        )
+        more = []
+        if any(member.get("has_parameters") is not None for member in members):
+            more.append("has_parameters")
         if len({member.get("trireme_version", "") for member in members}) > 1:
-            more += ("trireme_version",)
+            more.append("trireme_version")
         print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", *more, "tasks"), members)
     return {"members": members}
 

@@ -108,6 +108,7 @@ PROBLEMS: dict[int, dict[str, str]] = {
         "NOT_LEADER": "A standby answered; `details.leader` is the leader's URL when known.",
         "NOT_READY": "The master has not taken over yet.",
         "STORAGE_UNREACHABLE": "The job's storage does not answer.",
+        "RESOURCE_EXHAUSTED": "The master may open no more files and sockets, or its machine lacks memory.",
     },
     504: {"DEADLINE_EXCEEDED": "etcd did not answer in time; send the same request again."},
 }

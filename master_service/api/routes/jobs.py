@@ -3,6 +3,7 @@ first, then what their answers show."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -124,15 +125,19 @@ async def create_job(
     return view.with_fields(settings=job.spec, sources=job.spec.sources)
 
 
-@router.get("/jobs", operation_id="listJobs")
+@router.get("/jobs", operation_id="listJobs", response_model=JobPage)
 async def list_jobs(
     cluster: ClusterOf,
+    request: Request,
     state: Annotated[Standing | None, Query(description="only those with this standing")] = None,
     page_size: PageSize = 100,
     page_token: PageToken = "",
-) -> JobPage:
+) -> Response:
     """In the order of their submission; without what only getJob tells."""
-    return job_page(cluster, state, page_size, page_token)
+    term, rendered = cluster.term, request.app.state.rendered_jobs
+    found, token = job_page(term, state, page_size, page_token)
+    content = await rendered.page(term, leader_view(cluster), found, token)
+    return Response(content, media_type="application/json")
 
 
 @router.get("/jobs/{job}", operation_id="getJob", response_model=JobView)
@@ -339,7 +344,7 @@ def of_cluster(view: JobView, found: ClusterJob) -> JobView:
     )
 
 
-def listed_view(term: ClusterTerm, found: ClusterJob, leader: MasterView) -> JobView:
+def listed_view(term: ClusterTerm, leader: MasterView, found: ClusterJob) -> JobView:
     led = term.jobs.get(found.job)
     leading = led.master.current_term if led is not None else None
     if led is None or leading is None:
@@ -348,11 +353,12 @@ def listed_view(term: ClusterTerm, found: ClusterJob, leader: MasterView) -> Job
     return of_cluster(_with_places(view, term.state, found), found)
 
 
-def job_page(cluster: ClusterMaster, standing: Standing | None, page_size: int, page_token: str) -> JobPage:
-    term, leader = cluster.term, leader_view(cluster)
+def job_page(
+    term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str
+) -> tuple[Sequence[ClusterJob], str]:
+    """With the token of the next page."""
     found = [each for each in term.state.jobs.values() if standing is None or each.standing is standing]
-    page, token = page_of(found, lambda each: (each.number, each.job), page_size, page_token)
-    return JobPage(jobs=tuple(listed_view(term, each, leader) for each in page), next_page_token=token)
+    return page_of(found, lambda each: (each.number, each.job), page_size, page_token)
 
 
 def job_task_page(term: ClusterTerm, found: ClusterJob) -> JobTaskPage:

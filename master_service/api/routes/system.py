@@ -34,15 +34,17 @@ open_router = APIRouter(tags=["system"])
 async def get_version(jobs: JobsOf) -> Version:
     """Of the program, and of its API; what the members run that it leads. A standby answers too, and leads
     nobody."""
-    members = [job.members for job in (each.job for each in jobs.masters() if each.current_term is not None)]
-    running = [member for each in members for member in (*each.trainers.values(), *each.pservers.values())]
+    members: Counter[str] = Counter()
+    for led in (each.current_term.job.members for each in jobs.masters() if each.current_term is not None):
+        members.update(trainer.trireme_version for trainer in led.trainers.values())
+        members.update(pserver.trireme_version for pserver in led.pservers.values())
     pool = jobs.current_term.state.members if isinstance(jobs, ClusterMaster) and jobs.current_term else {}
     return Version(
         name="trireme-master",
         version=__version__,
         api="v1",
         state_schema=SCHEMA,
-        members=Counter(member.trireme_version for member in running),
+        members=members,
         places=Counter(place.trireme_version for place in pool.values()),
     )
 

@@ -390,14 +390,19 @@ def fail(state: ClusterState, name: str, reason: str, stamp: str) -> ClusterDeci
     if job is None or job.standing.final:
         return Decision(None)
     failed = _moved(job, Standing.FAILED, reason, wanted="run").with_fields(end_time=stamp, preempted_by="")
-    return replace(_change(failed, "job_failed"), answer=None)
+    told = _change(failed, "job_failed")
+    return Decision(None, (*told.changes, *job_operations.stopped(state, failed, stamp)), told.events)
 
 
 def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float | None) -> list[str]:
     """Names of jobs whose retention is over, or whose deletion was begun; longest ended first. `wall_time`:
     seconds since 1970; `retention_s`: how long a job is kept after its end, None: for ever. A job that
     another one waits for stays, and so does one with post-tasks that are not over."""
-    due = [job for job in state.jobs.values() if job.standing.final and job.wanted == "delete"]
+    due = [
+        job
+        for job in state.jobs.values()
+        if (job.standing.final and job.wanted == "delete") or job_operations.is_deleting(state, job.job)
+    ]
     if retention_s is not None:
         due += [
             job for job in _may_go(state) if job.end_time and instant(job.end_time) + retention_s <= wall_time

@@ -67,6 +67,12 @@ def stopped(state: ClusterState, job: ClusterJob, stamp: str) -> tuple[ClusterCh
     return (_ended(job.job, running, OperationState.FAILED, _where(job), stamp, Conflict.code),)
 
 
+def is_deleting(state: ClusterState, name: str) -> bool:
+    """Of a job that cannot be read only this says so."""
+    running = _running(state, name)
+    return running is not None and running.kind is OperationKind.DELETE
+
+
 def deleted(state: ClusterState, name: str, stamp: str) -> tuple[ClusterChange, ...]:
     running = _running(state, name)
     done = f"job {name} is deleted"

@@ -152,6 +152,10 @@ class ClusterState:
     gone_since: dict[Place, float] = field(default_factory=dict)
     unfit: dict[Place, frozenset[tuple[str, int]]] = field(default_factory=dict)
     events: EventLog = field(default_factory=EventLog)
+    #: (job, kind) -> the places that train it, of `assignments`.
+    _trains: dict[tuple[str, Kind], dict[Place, None]] = field(default_factory=dict, init=False, repr=False)
+    #: Job -> another object after each change of its places.
+    _revisions: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return (
@@ -207,11 +211,11 @@ class ClusterState:
 
     def assigned_to(self, job: str, kind: Kind) -> list[Place]:
         """The places that train it; not those that run its tasks."""
-        return [
-            place
-            for place, held in self.assignments.items()
-            if held.job == job and place[0] == kind and not held.task
-        ]
+        return list(self._trains.get((job, kind), ()))
+
+    def revision_of(self, job: str) -> object:
+        """The same object as long as its places, and what their members run, are the same."""
+        return self._revisions.get(job)
 
     def takes_work(self, place: Place) -> bool:
         """Whether there is a member that is not about to leave, and that nobody has drained."""
@@ -233,6 +237,8 @@ class ClusterState:
     def see(self, place: Place, member: PoolMember | None, now: float) -> None:
         """In place: the watch saw this registration, or (None) that there is none any more. `now`: monotonic,
         s."""
+        if (held := self.assignments.get(place)) is not None:
+            self._changed(held.job)
         if member is None:
             self.members.pop(place, None)
             if place in self.assignments:
@@ -254,17 +260,22 @@ class ClusterState:
             case DropJob(job, _):
                 self.jobs.pop(job, None)
                 self.task_runs.pop(job, None)
+                self._revisions.pop(job, None)
                 self.tasks_written.pop(job, None)
             case PutTaskRun(run):
                 self.task_runs.setdefault(run.job, {})[run.name] = run
                 self.tasks_written.setdefault(run.job, {})[run.name] = now
             case PutAssignment(place, assignment):
+                self._unassign(place)
                 self.assignments[place] = assignment
+                self._changed(assignment.job)
+                if not assignment.task:
+                    self._trains.setdefault((assignment.job, place[0]), {})[place] = None
                 self.moved[place] = now
                 if place not in self.members:
                     self.gone_since.setdefault(place, now)
             case DropAssignment(place):
-                self.assignments.pop(place, None)
+                self._unassign(place)
                 self.moved[place] = now
                 if place not in self.members:
                     self._forget(place)
@@ -289,6 +300,21 @@ class ClusterState:
                 self.events.apply(change)
             case PutSource() | DropSource():
                 pass  # only etcd holds the texts
+
+    def _unassign(self, place: Place) -> None:
+        held = self.assignments.pop(place, None)
+        if held is None:
+            return
+        self._changed(held.job)
+        if not held.task:
+            places = self._trains[held.job, place[0]]
+            del places[place]
+            if not places:
+                del self._trains[held.job, place[0]]
+
+    def _changed(self, job: str) -> None:
+        if job in self.jobs:
+            self._revisions[job] = object()
 
     def _current(self, job: str, epoch: int) -> bool:
         found = self.jobs.get(job)

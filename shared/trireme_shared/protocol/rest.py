@@ -15,6 +15,7 @@ from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.job_choices import MAX_MEMBERS
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.operations import Operation, OperationState, Resize, Strategy
+from trireme_shared.protocol.records.record import UrlText
 
 
 class Empty(Record):
@@ -106,7 +107,8 @@ class JobView(Record):
     job: str
     state: str = Field(
         description="Where the job is: WAITING, RUNNING, CHECKPOINTING, ROLLING_BACK, COMPLETED, FAILED; in "
-        "a cluster also QUEUED, STARTING (nobody leads it yet), PAUSED, CANCELLED. There may be new ones."
+        "a cluster also QUEUED, STARTING (nobody leads it yet), PAUSED, CANCELLED, UNREADABLE. There may "
+        "be new ones."
     )
     phase: str = Field(
         description="What its master does, or did last if nobody leads it: `state` without STARTING."
@@ -143,8 +145,8 @@ class JobView(Record):
     settings: JobSettings | None = Field(
         default=None, description="The job's settings, as createJob takes them."
     )
-    script: str
-    storage: str = Field(description="Path or URL where the job's files go.")
+    script: UrlText
+    storage: UrlText = Field(description="Path or URL where the job's files go.")
     sources: dict[str, str] = Field(default_factory=dict)
     source_digest: str = ""
     create_time: str = ""

@@ -27,6 +27,8 @@ from starlette.types import ASGIApp
 
 from master_service.api.app import api_of
 from master_service.api.middleware import Guarded
+from master_service.api.rendered import RenderedJobs
+from master_service.api.routes.jobs import listed_view
 from master_service.api.routes.logs import LogSource
 from master_service.api.routes.tasks import DirectTaskLeases
 from master_service.api.server_sent import Streams
@@ -74,6 +76,7 @@ def app_of(leader: ClusterMaster, logs: LogSource) -> ASGIApp:
     """As make_app does; but FastAPI reads the routes once, for all worlds."""
     api = _api()
     api.state.jobs, api.state.streams, api.state.logs = leader, Streams(), logs
+    api.state.rendered_jobs = RenderedJobs(listed_view)
     return Guarded(DirectTaskLeases(api, leader), Access())
 
 

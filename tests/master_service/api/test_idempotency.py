@@ -41,6 +41,7 @@ async def killed(asked: Asked, turns: int) -> bool:
         await until(lambda: call.done() or process.dead, "the request to end")
         answered = call.done()
         answers = [shown(asked, call.result())] if answered else []
+        process.last_turn = None  # its end takes turns, too
         process.kill()
         async with world.leading("m2") as second:
             answers += [shown(asked, await post(second, path, asked.body)) for _ in range(2)]

@@ -54,8 +54,9 @@ def test_a_job_that_runs_is_paused_resumed_and_cancelled() -> None:
             assert (await ask("cancel", 30.0))["state"] == "DONE"
             assert leader.state.job("a").standing is Standing.CANCELLED
             listed = (await client.get("/v1/jobs/a/operations")).json()["operations"]
-            kinds = [each["kind"] for each in listed]
-            assert kinds == ["CANCEL", "RESUME", "PAUSE", "RESUME", "PAUSE"], "the newest first"
+            assert sorted(each["kind"] for each in listed) == ["CANCEL", *["PAUSE"] * 2, *["RESUME"] * 2]
+            times = [each["create_time"] for each in listed]
+            assert times == sorted(times, reverse=True), "the newest first"
             failed = (await client.get("/v1/operations?state=FAILED")).json()["operations"]
             assert [each["operation_id"] for each in failed] == [paused["operation_id"]]
             check_problem(await client.post("/v1/jobs/a/pause"), 409, "CONFLICT")

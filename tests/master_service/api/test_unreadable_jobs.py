@@ -38,8 +38,8 @@ def test_an_unreadable_job_is_listed_with_the_reason_and_deleted() -> None:
             check_problem(await client.post("/v1/jobs/a/cancel"), 409, "CONFLICT")
             metrics = (await client.get("/metrics")).text
             assert 'trireme_cluster_jobs{standing="unreadable"} 1.0' in metrics
-            deleted = await client.delete("/v1/jobs/a")
-            assert (deleted.status_code, deleted.json()["standing"]) == (200, "UNREADABLE")
+            deleted = await client.delete("/v1/jobs/a?wait_s=5")
+            assert (deleted.status_code, deleted.json()["state"]) == (202, "DONE")
             assert (await client.get("/v1/jobs")).json()["jobs"] == []
 
     run_virtually(main)
@@ -106,7 +106,7 @@ def test_a_client_reads_the_answer_of_a_newer_master() -> None:
             await leader.create_job(job_of("a"), None)
             answer = await client.get("/v1/jobs/a")
             newer = answer.json()
-            newer["spec"]["warp_factor"] = 9
+            newer["settings"]["warp_factor"] = 9
             assert get("/v1/jobs/a", JobView).read(httpx.Response(200, json=newer)).job == "a"
 
     run_virtually(main)

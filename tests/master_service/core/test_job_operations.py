@@ -7,7 +7,7 @@ import pytest
 from master_service.core.decisions import cluster_jobs, job_operations
 from master_service.core.decisions.job_operations import AT_ONCE, KEPT
 from master_service.core.state.cluster import ClusterDecision, ClusterState, PutJobOperation
-from tests.master_service.core.cluster_jobs import active, deleted, job_of, state_of
+from tests.master_service.core.cluster_jobs import WALL, active, deleted, job_of, state_of
 from trireme_shared.protocol.records.cluster import ClusterJob, Standing
 from trireme_shared.protocol.records.operations import Operation, OperationKind, OperationState
 
@@ -50,6 +50,21 @@ def test_an_operation_of_a_job_that_runs_ends_with_its_term(wanted, kind, standi
         state.apply(change, 0.0)
     assert states(state) == {"op-1": ended}
     assert state.operations["a"]["op-1"].end_time == STAMP
+
+
+def test_a_job_that_fails_because_nothing_more_can_be_written_about_it_ends_its_operation():
+    state = state_of(active("a"))
+    assert begun(state, "PAUSE", 1, cluster_jobs.pause(state, "a")).running
+    for change in cluster_jobs.fail(state, "a", "too large", STAMP).changes:
+        state.apply(change, 0.0)
+    assert states(state) == {"op-1": (OperationState.FAILED, "CONFLICT")}
+
+
+def test_the_deletion_of_a_job_that_cannot_be_read_is_finished_by_the_next_leader():
+    """Its record says nothing, and nobody would go on."""
+    state = state_of(job_of("a", standing=Standing.UNREADABLE), job_of("b", standing=Standing.UNREADABLE))
+    assert begun(state, "DELETE", 1, cluster_jobs.begin_delete(state, "a")).running
+    assert cluster_jobs.due_for_deletion(state, WALL, None) == ["a"]
 
 
 def test_the_same_request_gets_the_operation_that_runs_and_another_one_ends_it():

@@ -58,6 +58,17 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def open_files() -> tuple[int, int]:
+    """How many files (sockets too) this process has open, and how many it may have. On systems without /proc
+    the first one is 0: not known."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        found = sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1  # that of the listing itself
+    except OSError:
+        found = 0
+    return found, OPEN_FILES if most == resource.RLIM_INFINITY else most
+
+
 def ready(url: str = "") -> None:
     """Call it once start-up can no longer fail. Tells the launcher, if one has set TRIREME_READY_FILE: it
     creates that file, with the process and the address (`url`) at which that answers for its health."""
