@@ -26,6 +26,7 @@ from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.local_script import LocalScripts
 from trireme_shared.platform.membership.settings import CONFIGURATION
 from trireme_shared.platform.runtime import ids, output, service, telemetry
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.platform.runtime.process_setup import fix_hash_seed
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.access import family_of
@@ -111,7 +112,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     access, tls = settings.access, settings.tls.server()
     etcd = settings.etcd_access.connect(share_watches=not settings.job)
     master = _master(settings, etcd, name, url)
-    service.ready()
+    service.ready(url)
     service.settled()
     gc.set_threshold(*COLLECTIONS)
     logs = LogSource(settings.logs, by_job=not settings.job)
@@ -119,7 +120,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     server = Server(guarded(api, master, access, settings.tls.client()), tls=tls)
     log.info("serving", url=url, master=name, open_files=service.open_files()[1])
     try:
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             serving = group.create_task(server.serve(sockets=[listener]))
             warming = group.create_task(warm_up(api, master))
             try:

@@ -26,6 +26,7 @@ from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of
 from trireme_shared.platform.membership.settings import MemberSettings
 from trireme_shared.platform.runtime import output, service, telemetry
+from trireme_shared.platform.runtime.containment import Containment
 from trireme_shared.protocol.errors import InvalidArgument, NotFound, NotLeader, PeerError
 from trireme_shared.protocol.records.cluster import Kind
 
@@ -84,7 +85,11 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> int:
         service.ready()
         async with asyncio.TaskGroup() as group:
             sizing = PoolSize(launcher, bounds, Leader(settings).connect, _tell)
-            beside = [group.create_task(launcher.run()), group.create_task(sizing.run())]
+            keep = Containment().keep
+            beside = [
+                group.create_task(keep(launcher.run, "following the containers")),
+                group.create_task(keep(sizing.run, "following what jobs need")),
+            ]
             await stopping.wait()
             for task in beside:
                 task.cancel()

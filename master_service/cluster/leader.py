@@ -34,11 +34,19 @@ from trireme_shared.platform.etcd import Etcd, Get, Lease
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.membership.names import NameUse, check_free, forget_communicator, uses_of
 from trireme_shared.platform.runtime import clock, http, ids, telemetry
+from trireme_shared.platform.runtime.containment import Containment, Failed, Failures, LongLivedGroup
 from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.platform.runtime.service import open_files
 from trireme_shared.platform.security.access import CALLER
 from trireme_shared.platform.storage import files
-from trireme_shared.protocol.errors import Conflict, NotFound, NotReady, ResourceExhausted
+from trireme_shared.protocol.errors import (
+    Conflict,
+    NotFound,
+    NotReady,
+    PeerError,
+    ResourceExhausted,
+    TriremeError,
+)
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
@@ -46,6 +54,7 @@ from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kin
 from trireme_shared.protocol.records.operations import Operation, OperationKind
 from trireme_shared.protocol.times import rfc3339
 
+STEP_DOWN_S, LONGEST_REST_S = 1.0, 30.0  # after a term that failed
 OPERATION_LOOK_S = (
     1.0  # how often an operation is looked at that somebody waits for, if no event tells its end
 )
@@ -81,6 +90,9 @@ class ClusterMaster(Leads[ClusterTerm]):
     events: EventFeed = field(init=False, default_factory=EventFeed)
     candidate: Candidate[ClusterTerm] = field(init=False)
     _deletions: dict[str, asyncio.Task[ClusterJob]] = field(init=False, default_factory=dict)
+    _contained: Containment = field(init=False, default_factory=lambda: Containment((TriremeError,)))
+    _failures: Failures = field(init=False, default_factory=Failures)
+    _rests_until: float = field(init=False, default=0.0)
     _resting: RestingEvents = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +110,15 @@ class ClusterMaster(Leads[ClusterTerm]):
         await stand(self.etcd, self.ttl_s, stopping, self._lead)
 
     async def _lead(self, lease: Lease) -> None:
+        """One term. After a bug in it this process steps down for a while: another one may do better, and the
+        jobs' members go on meanwhile. Raises TriremeError."""
+        await asyncio.sleep(self._rests_until - clock.monotonic())
+        led = await self._contained.once(partial(self._lead_under, lease), "leading the cluster")
+        if isinstance(led, Failed):
+            self._rests_until = clock.monotonic() + self._failures.add(STEP_DOWN_S, LONGEST_REST_S)
+            raise PeerError(f"{self.name} could not lead the cluster: {led.cause}")
+
+    async def _lead_under(self, lease: Lease) -> None:
         election = self.candidate.elected(
             self.etcd, self.keys.lock, lease, self.probe, url=self.url, network=self.network
         )
@@ -117,9 +138,11 @@ class ClusterMaster(Leads[ClusterTerm]):
                 elected = f"{self.name} leads the cluster in term {lock.term}"
                 self.events.add([Event("leader_elected", elected, {"term": lock.term, "url": self.url})])
                 self.events.add(news_of(start.state))
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(Retention(self, self.job_retention_s).run())
-                    group.create_task(EndedTrackers(self, self.events.add).run())
+                retention = Retention(self, self.job_retention_s, self.events.add)
+                trackers = EndedTrackers(self, self.events.add)
+                async with LongLivedGroup() as group:
+                    group.create_task(term.contained.keep(retention.run, "deleting jobs"))
+                    group.create_task(term.contained.keep(trackers.run, "telling trackers of ended jobs"))
                     group.create_task(term.run())
             finally:
                 self.events.end()

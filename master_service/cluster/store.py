@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from master_service.cluster.unreadable import unreadable_job, unreadable_schedule
 from master_service.core.changes import DropAnswer, DropEvents, Event, PutEvents
@@ -177,29 +177,43 @@ class ClusterWriter:
         self._etcd, self._keys, self._lock = etcd, keys, lock
         self._commit_revision, self._on_events = commit_revision, on_events
         self._turn = asyncio.Lock()
+        self._writing: asyncio.Future[None] | None = None
         self._told: list[tuple[str, Event]] = []
         self._over = False
 
     async def decide(
         self, decision: Callable[[ClusterState, float], ClusterDecision[A]], most_bytes: int = MAX_BYTES
     ) -> A:
-        """The decision's answer, once its changes are in etcd. Raises what the decision raises; TooLarge if
-        no transaction of `most_bytes` takes its changes (its `details` name the largest one's job or
+        """The decision's answer, once its changes are in etcd. What was decided is written, also if the
+        caller is cancelled meanwhile: the next write depends on it. Raises what the decision raises; TooLarge
+        if no transaction of `most_bytes` takes its changes (its `details` name the largest one's job or
         schedule); LockLost when the term is over (the outcome is then unknown)."""
         async with self._turn:
+            if self._writing is not None:  # its caller has gone
+                await asyncio.wait([self._writing])
             self._check()
             now = clock.monotonic()
             decided = decision(self.state, now)
             stamp = clock.timestamp()
+            waiting = len(self._told)
             told = [*((stamp, event) for event in decided.events), *self._told]
             if told or decided.changes:
-                taken, telling = self._telling(told)
-                await self._write(decided.changes, telling, most_bytes)
-                self._told = told[taken:]
-                for change in (*decided.changes, *telling):
-                    self.state.apply(change, now)
-                self._on_events(decided.events)
+                self._writing = asyncio.ensure_future(self._commit(decided, told, waiting, most_bytes))
+                self._writing.add_done_callback(_note_written)
+                await asyncio.shield(self._writing)
+                self._writing = None
             return decided.answer
+
+    async def _commit(
+        self, decided: ClusterDecision[Any], told: Sequence[tuple[str, Event]], waiting: int, most_bytes: int
+    ) -> None:
+        """`told`: the last `waiting` of them are what no decision tells."""
+        now, (taken, telling) = clock.monotonic(), self._telling(told)
+        await self._write(decided.changes, telling, most_bytes)
+        self._told = [*told[taken:], *self._told[waiting:]]  # some may have come meanwhile
+        for change in (*decided.changes, *telling):
+            self.state.apply(change, now)
+        self._on_events(decided.events)
 
     def _telling(self, told: Sequence[tuple[str, Event]]) -> tuple[int, tuple[PutEvents | DropEvents, ...]]:
         """How many of these events one transaction takes beside its changes, and what writes them."""
@@ -261,6 +275,12 @@ class ClusterWriter:
     def _check(self) -> None:
         if self._over or not self._lock.lease.alive:
             raise LockLost("this master leads the cluster no more; ask its successor")
+
+
+def _note_written(writing: asyncio.Future[None]) -> None:
+    """A caller that has gone does not read the error: then it would be reported as never retrieved."""
+    if not writing.cancelled() and (error := writing.exception()) is not None:
+        log.debug("not_written", cause=str(error))
 
 
 def _largest(changes: Iterable[ClusterChange]) -> dict[str, str]:
@@ -378,6 +398,7 @@ class PoolWatch:
     ) -> None:
         self._etcd, self._keys, self._on_change = etcd, keys, on_change
         self._known: set[Place] = set()
+        self._ran = False
 
     def start(self, found: Iterable[KeyValue]) -> None:
         """Begin with a first reading of all keys."""
@@ -385,9 +406,10 @@ class PoolWatch:
             self._take(kv.key, kv.value)
 
     async def run(self, start_revision: int) -> None:
-        """Until cancelled."""
-        pool = self._keys.pool
-        async with aclosing(self._etcd.watch(pool, prefix=True, start_revision=start_revision)) as batches:
+        """Until cancelled. Called again after an error it reads all keys anew."""
+        pool, begin = self._keys.pool, 0 if self._ran else start_revision
+        self._ran = True
+        async with aclosing(self._etcd.watch(pool, prefix=True, start_revision=begin)) as batches:
             async for batch in batches:
                 if batch.reset:
                     gone = self._known - {place for kv in batch.kvs if (place := self._place(kv.key))}

@@ -8,12 +8,16 @@ A JobTerm's Master leads the job under the cluster's lease, until the job ends o
 lead ─ COMPLETED, FAILED ─► standing written ─► its members leave ─► lock released
   └─── pause, preempted ──► checkpoint ─┐
   └─── cancel ──────────────────────────┴─► lock released ─► standing written
+
+An error that one job, one schedule or one part of this leader meets ends no other job: what failed is tried
+again, and a job that cannot be led MOST_FAILURES times in a row is FAILED, with the error.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from master_service.cluster.store import (
     LAST_BYTES,
@@ -33,10 +37,11 @@ from master_service.core.decisions.scheduling.schedule import Portions, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.job import Job, Members, started_by
 from master_service.leadership.master import Master, Term
-from master_service.store.writer import HeldLock
+from master_service.store.writer import TERM_OVER, HeldLock
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Lease, LeaseLost
 from trireme_shared.platform.membership.directory import may_return_s
 from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.containment import Containment, Failed, Failures, LongLivedGroup
 from trireme_shared.protocol.errors import (
     CallerError,
     PeerError,
@@ -57,6 +62,8 @@ JOB_LOOK_S = 1.0
 PAUSE_S = 0.5
 SAVE_S = 30.0  # a stop that waits longer for its checkpoint goes back to the one before
 LEAVE_S = 5.0  # how long the master of a job that has ended answers its members
+LONGEST_PAUSE_S = 60.0  # before a job is led anew that could not be led
+MOST_FAILURES = 8
 
 log = telemetry.logger("cluster")
 
@@ -86,6 +93,9 @@ class ClusterTerm:
         self.writer = ClusterWriter(
             etcd, keys, start.state, lock, commit_revision=start.commit_revision, on_events=on_events
         )
+        self.contained = Containment(TERM_OVER, self._tell_failure)
+        self._on_events = on_events
+        self._failures: dict[str, Failures] = {}  # of jobs that could not be led
         self._start, self._make, self._rebalance_s = start, make, rebalance_s
         self._watch = PoolWatch(etcd, keys, self._on_member)
         self._changed = asyncio.Event()
@@ -98,11 +108,17 @@ class ClusterTerm:
         """Until the lock is lost (raises LockLost in an ExceptionGroup) or cancelled."""
         self._watch.start(self._start.pool)
         try:
-            async with asyncio.TaskGroup() as self._group:
-                self._group.create_task(self._watch.run(self._start.revision + 1))
-                self._group.create_task(self._keep_schedule())
+            async with LongLivedGroup() as self._group:
+                following = partial(self._watch.run, self._start.revision + 1)
+                self._group.create_task(self.contained.keep(following, "following the pool's members"))
+                self._group.create_task(self.contained.keep(self._keep_schedule, "scheduling"))
         finally:
             self.writer.end()
+
+    def _tell_failure(self, sentence: str) -> None:
+        event = Event("leader_part_failed", sentence)
+        self._on_events([event])
+        self.writer.tell([event])
 
     def look_again(self) -> None:
         """A job has changed."""
@@ -123,7 +139,7 @@ class ClusterTerm:
         while True:
             self._changed.clear()
             begin = clock.monotonic()
-            scheduled_s = await self._create_due_jobs()
+            created = await self.contained.once(self._create_due_jobs, "creating the jobs of schedules")
             await self._follow_resizes()
             try:
                 portions = await self.writer.decide(self._plan)
@@ -137,6 +153,7 @@ class ClusterTerm:
                 continue
             if portions.stale:
                 continue
+            scheduled_s = None if isinstance(created, Failed) else created
             looks = [LOOK_S, scheduled_s, portions.next_look_s]
             # while many members join or leave, each change would have a schedule of its own
             took_s = min(GATHER_S, clock.monotonic() - begin)
@@ -193,10 +210,14 @@ class ClusterTerm:
                 # awaited before the next round
                 return follow_resize(state, name, live, pservers, held, asked=asked)  # noqa: B023
 
-            try:
-                await self.writer.decide(follow)
-            except TooLarge as error:
-                await self._fail_alone(error)
+            deciding = partial(self._follow_resize, follow)
+            await self.contained.once(deciding, f"following the resize of job {name}")
+
+    async def _follow_resize(self, follow: Callable[[ClusterState, float], ClusterDecision[bool]]) -> None:
+        try:
+            await self.writer.decide(follow)
+        except TooLarge as error:
+            await self._fail_alone(error)
 
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Portions]:
         """Writes the first portion."""
@@ -241,16 +262,29 @@ class ClusterTerm:
                 self.jobs[job.job].stop(Standing.QUEUED, f"job {job.preempted_by} needs its members")
 
     async def _run_job(self, term: JobTerm) -> None:
+        """A bug that one job meets ends no other: it is led anew, and FAILED in the end."""
         try:
-            await term.run()
-        except TriremeError:
-            raise
-        except Exception:  # a bug that one job meets must not end the others; it is led anew
-            log.exception("job_term_failed", job=term.job)
-            await asyncio.sleep(LOOK_S)
+            led = await self.contained.once(term.run, f"leading job {term.job}")
+            if isinstance(led, Failed):
+                await self.contained.once(partial(self._not_led, term.job, led.cause), "giving a job up")
+            else:
+                self._failures.pop(term.job, None)
         finally:
             self.jobs.pop(term.job, None)
             self._changed.set()
+
+    async def _not_led(self, name: str, cause: str) -> None:
+        failures = self._failures.setdefault(name, Failures())
+        pause_s = failures.add(LOOK_S, LONGEST_PAUSE_S)
+        if failures.count < MOST_FAILURES:
+            await asyncio.sleep(pause_s)
+            return
+        del self._failures[name]
+        reason = (
+            f"its leader failed at it {failures.count} times in a row, the last time with {cause}; resume "
+            "the job to try again"
+        )
+        await self._finish(name, Standing.FAILED, reason)
 
     async def _finish(self, name: str, standing: Standing, reason: str) -> None:
         stamp = rfc3339(clock.wall_time())  # retention counts from it

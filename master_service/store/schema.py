@@ -11,7 +11,6 @@ them as one `Members` value.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -49,6 +48,7 @@ from master_service.core.state.job import LEFT_KEPT, Job, Members
 from master_service.core.state.kept import EventLog
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchBatch, WatchEvent
 from trireme_shared.platform.etcd.reading import must_read, read_below, read_number, read_record, understood
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.protocol.errors import Conflict, TooLarge
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
 from trireme_shared.protocol.events import EventChunk
@@ -398,7 +398,7 @@ class MembersWatch:
 
     async def run(self, start_revision: int) -> None:
         """Watch all ranges from `start_revision` on, until cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             for first, end in self._ranges:
                 group.create_task(self._watch(first, end, start_revision))
 

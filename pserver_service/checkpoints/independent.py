@@ -142,6 +142,10 @@ class Independent:
         try:
             ledger = lambda: ledger_metadata(snapshot)  # noqa: E731
             part = await write_part(saving_of(self._context), self.offload, pending, snapshot, ledger)
+        except InvalidArgument as error:
+            if self._pserver.store is None:
+                raise GivenUp("the parameters were dropped") from error
+            raise
         finally:
             snapshot.release()
         if self._pserver.store is None:

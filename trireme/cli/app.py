@@ -61,6 +61,7 @@ from trireme.cli.options import (
     Trackers,
     Url,
     WaitS,
+    say_checking,
 )
 from trireme.cli.other_systems import WithOtherNames
 from trireme.cli.tables import commands as table_commands
@@ -222,8 +223,8 @@ def run(
     docs/migration.md.
     """
     given = {**locals(), "trackers": trackers or None}
-    if check and script.is_file():  # said before the imports, which take a second
-        print(f"checking {script}", file=sys.stderr)  # noqa: T201
+    if check:
+        say_checking(script)
     from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415
 
     flags = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
@@ -545,7 +546,7 @@ cluster_commands.add_to(app)
 
 def main() -> None:
     standard_output.begin()
-    code: object = 0
+    code: standard_output.Code = 0
     try:
         app()
     except SystemExit as ended:

@@ -311,8 +311,8 @@ async def _train(
         interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
             interrupt.ready = True
-            cluster.run_beside(spent.keep())
-            cluster.run_beside(output.run())
+            cluster.run_beside(spent.keep, "noting the time that the run has taken")
+            cluster.run_beside(output.run, "showing what the script prints")
             try:
                 state = await _run_to_the_end(cluster, reporter, folder, screen)
             except Exception:
@@ -350,7 +350,9 @@ async def _run_to_the_end(
     who = (
         f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
     )
-    cluster.run_beside(cluster.publish(partial(_publish, cluster)))
+    cluster.run_beside(
+        partial(cluster.publish, partial(_publish, cluster)), "telling commands the master's address"
+    )
     if cluster.settings.etcd is not None:
         who += f", existing etcd at {cluster.etcd_access}"
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
@@ -359,9 +361,10 @@ async def _run_to_the_end(
         screen.event(
             f"in a browser: {cluster.url}" + (f", with the token in {token}" if token.exists() else "")
         )
-    cluster.run_beside(
-        reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s)
+    report = partial(
+        reporter.run, lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s
     )
+    cluster.run_beside(report, "showing progress")
     return await cluster.wait()
 
 

@@ -18,7 +18,8 @@ from trireme_shared.platform.runtime.output import Output
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
-OK, FAILED = 0, 1  # exit codes
+Code = str | int | None  # of sys.exit
+OK, FAILED = 0, 1
 
 
 class Answer:
@@ -49,7 +50,7 @@ def begin() -> None:
     sys.stdout = cast("TextIO", Answer(sys.stdout))
 
 
-def end(code: object) -> object:
+def end(code: Code) -> Code:
     """The exit code of a command whose answer is written now; `code`: as it would be without that."""
     if isinstance(sys.stdout, Output):
         output.drain()
@@ -74,7 +75,7 @@ def _ending() -> Iterator[None]:
         raise SystemExit(_told(str(error.strerror), OK)) from None
 
 
-def _told(cause: str, code: object) -> object:
+def _told(cause: str, code: Code) -> Code:
     sys.stderr.write(f"error: standard output cannot be written: {cause}\n")
     return code or FAILED
 

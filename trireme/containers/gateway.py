@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from trireme_shared.platform.membership.settings import of_environment, read
 from trireme_shared.platform.runtime import http, output, service, telemetry
+from trireme_shared.platform.runtime.containment import Containment
 from trireme_shared.platform.security.tls import Tls
 from trireme_shared.protocol.errors import InvalidArgument
 
@@ -95,7 +96,9 @@ class Gateway:
             raise InvalidArgument(msg) from error
         self.address = server.sockets[0].getsockname()[:2]
         async with http.session(tls=self._tls) as session:
-            looking = asyncio.ensure_future(self._look(session))
+            looking = asyncio.ensure_future(
+                Containment().keep(lambda: self._look(session), "looking for the leader")
+            )
             try:
                 await stopping.wait()
             finally:

@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import wait_for_operation
@@ -101,7 +102,7 @@ class InterruptHandler:
                 f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); interrupt "
                 "again to stop at once"
             )
-            self.cluster.run_beside(self._save_and_stop(self.cluster))
+            self.cluster.run_beside(partial(self._save_and_stop, self.cluster), "saving before it stops")
             return
         if self.count == 1:
             self.say("stopping; interrupt again to stop at once")

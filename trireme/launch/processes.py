@@ -9,13 +9,14 @@ only) and die with it: PDEATHSIG kills them if the launcher itself is killed. Wh
 its group ends with it, whatever its end was (trireme/launch/leftovers.py). A Child is started, ends, and may
 be started again, with the same log file.
 
-A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is
-always started again. So is one that had started up and later lost its lease: its host froze or was cut off;
-and one that found another script than the job's: somebody edits it, and the others train on. A child that
-ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not help. A child
-that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package,
-say). A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer
-starts, and later ones.
+A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, chaos) is always started
+again. So is one that had started up and later lost its lease: its host froze or was cut off; and one that
+found another script than the job's: somebody edits it, and the others train on. A child that the kernel kills
+for lack of memory (out_of_memory.py in platform/runtime) has ended by itself. A child that ends by itself right
+after its start MAX_EARLY_ENDS times is given up: one more start would not help. A child that was never ready is
+given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say). A job's
+restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer starts, and later
+ones.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import begun, clock, process_setup, telemetry
+from trireme_shared.platform.runtime.containment import backoff_s
 from trireme_shared.platform.runtime.http import is_here
+from trireme_shared.platform.runtime.out_of_memory import memory_kills
 from trireme_shared.platform.runtime.process_setup import adopting, die_with_parent, memory_tunables
 from trireme_shared.platform.runtime.service import EXIT_CODES, LEASE_LOST, READY_FILE, health_url
 from trireme_shared.platform.security import private_files
@@ -310,13 +313,17 @@ class ClusterError(TriremeError):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended. `code`: as subprocess gives it (negative: the signal's number)."""
+    """How a process ended. `code`: as subprocess gives it (negative: the signal's number). `out_of_memory`:
+    the kernel has killed it for that, as text."""
 
     pid: int
     code: int
     lived_s: float
+    out_of_memory: str = ""
 
     def __str__(self) -> str:
+        if self.out_of_memory:
+            return self.out_of_memory
         if self.code == SCRIPT_CHANGED:
             return (
                 "its script or a module has changed since the job was created: restore it, or stop the "
@@ -348,6 +355,8 @@ class Child:
         self.process: Process | None = None
         self._since = 0.0
         self._last_end: Exit | None = None
+        self._ended: Process | None = None  # how, is `_last_end`
+        self._killed_here = False
 
     def __repr__(self) -> str:
         state = f"pid {self.pid}" if self.alive else "not running"
@@ -386,6 +395,8 @@ class Child:
     async def start(self) -> None:
         """Start the process; its output is appended to `log`."""
         assert not self.alive, f"{self!r} is started twice"
+        memory_kills()  # later ones are of children
+        self._killed_here = False
         last_end = {begun.LAST_END: str(self._last_end)} if self._last_end is not None else {}
         with self._open_log() as out:
             self.process = await self._start(self.argv, self.environment | last_end, out, out)
@@ -399,14 +410,19 @@ class Child:
     async def wait(self) -> Exit:
         """Wait for the end of the current process."""
         assert self.process is not None, f"{self!r} was never started"
-        code = await self.process.wait()
-        self._last_end = Exit(self.process.pid, code, clock.monotonic() - self._since)
+        process, code = self.process, await self.process.wait()
+        if self._last_end is None or self._ended is not process:
+            killed = code == -signal.SIGKILL and not self._killed_here
+            cause = memory_kills().claim() if killed else ""
+            self._last_end = Exit(process.pid, code, clock.monotonic() - self._since, cause)
+            self._ended = process
         return self._last_end
 
     def send(self, number: signal.Signals) -> None:
         """Does nothing if it has ended."""
         if self.process is None or not self.alive:
             return
+        self._killed_here |= number == signal.SIGKILL
         if self._group:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -458,21 +474,27 @@ class RestartPolicy:
         return self.when == "always" or (self.when == "on_failure" and code != 0)
 
     def delay_s(
-        self, code: int, lived_s: float, *, was_ready: bool = True, at_work: bool = False
+        self, code: int, lived_s: float, *, was_ready: bool = True, at_work: bool = False, own: bool = False
     ) -> float | None:
         """Seconds until the next start after an end with `code` (as of subprocess); None: give up.
 
         `was_ready`: whether the child has ever finished its start-up. `at_work`: it has ended in the middle
-        of a minibatch, so that is what its death counts against, and not its start.
+        of a minibatch, so that is what its death counts against, and not its start. `own`: it has ended by
+        itself, whatever the code says.
         """
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
         self.deaths += 1
-        by_itself = code not in _FROM_OUTSIDE and code != SCRIPT_CHANGED and not at_work
+        by_itself = (own or code not in (*_FROM_OUTSIDE, SCRIPT_CHANGED)) and not at_work
         self.own_ends += by_itself and not (was_ready and code == LEASE_LOST)
         if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
-        return max(self.least_s, min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
+        return max(self.least_s, backoff_s(self.deaths, FIRST_DELAY_S, MAX_DELAY_S))
+
+    def delay_after(self, end: Exit, *, was_ready: bool, at_work: bool) -> float | None:
+        """As `delay_s`."""
+        own = bool(end.out_of_memory)
+        return self.delay_s(end.code, end.lived_s, was_ready=was_ready, at_work=at_work, own=own)
 
 
 def death_event(
@@ -551,14 +573,15 @@ async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int, named: 
             await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
 
 
-async def revoke_lock_of(etcd: Etcd, key: str, child: str) -> None:
-    """The lease of the lock `key`, if a process of that child held it. Raises TriremeError, TimeoutError, as
+async def revoke_lock_of(etcd: Etcd, key: str, url: str) -> None:
+    """The lease of the lock `key`, if the process of this host held it that answered at `url`: those of other
+    hosts, and of other clusters here, have children of the same names. Raises TriremeError, TimeoutError, as
     revoke_leases_of."""
     async with asyncio.timeout(REVOKE_TIMEOUT_S):
         found = await etcd.get(key)
         lock = read_record(MasterLock, key, found.value) if found is not None else None
-        for lease in _lease_of(child, lock):
-            await etcd.revoke(lease)
+        if lock is not None and lock.url == url and is_here(lock.network):
+            await etcd.revoke(lock.lease)
 
 
 async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:
@@ -570,5 +593,7 @@ async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:
 
 
 def _lease_of(child: str, holder: MasterLock | None) -> list[int]:
-    """The lock's lease if the child holds the lock."""
-    return [holder.lease] if holder is not None and holder.master.startswith(f"{child}-") else []
+    """The lock's lease if the child, which is of this host, holds the lock."""
+    if holder is None or not is_here(holder.network):
+        return []
+    return [holder.lease] if holder.master.startswith(f"{child}-") else []

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -42,10 +43,11 @@ from trireme.launch.run_folder import DiskFull, EtcdDamaged, etcd_lacks_space, i
 from trireme.view.child_events import ChildEvent, EventFile
 from trireme_shared.platform.etcd import Etcd, Fatal
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
-from trireme_shared.platform.etcd.errors import Damaged
+from trireme_shared.platform.etcd.errors import UNUSABLE, Damaged
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.runtime import begun, clock
+from trireme_shared.platform.runtime.containment import Containment
 from trireme_shared.platform.runtime.service import READY_FILE
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.tls import VARIABLES
@@ -94,6 +96,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
 
     grace_s: Mapping[str, float]  # by role, in stopping order
     passed_on: Sequence[str] = PASSED_ON
+    ends_with: tuple[type[Exception], ...] = UNUSABLE  # errors of what runs beside that nothing survives
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self._supervised: set[str] = set()
         self._not_again: set[str] = set()  # children that have ended and are not started again
         self._stopping = self._events_lost = False
+        self._contained = Containment(self.ends_with, self._tell_failure)
         self._opened = contextlib.AsyncExitStack()
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
@@ -198,8 +202,14 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._start_child)
         await child.start()
         self._record(ChildEvent(name, "started", pid=child.pid))
-        self.run_beside(self._supervise(child))
+        self._supervise_beside(child)
         return child
+
+    def _supervise_beside(self, child: Child) -> None:
+        self.run_beside(partial(self._supervise, child), f"supervising {child.name}")
+
+    def _tell_failure(self, sentence: str) -> None:
+        self._record(ChildEvent("launcher", "waiting", sentence))
 
     def _common(self) -> dict[str, str]:
         """The settings that all processes share."""
@@ -302,9 +312,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
             if lost is not None and lost.stopped:
                 child.pardon()
             left, again = child.left, policy.starts_again(end.code)
-            delay_s = policy.delay_s(
-                end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None
-            )
+            delay_s = policy.delay_after(end, was_ready=child.was_ready, at_work=left is not None)
             gone = str(lost) if lost is not None else ""
             self._record(death_event(child.name, end, gone, given_up=delay_s is None or not again, left=left))
             await self._mourn(child, end)
@@ -362,7 +370,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 raise self._damaged(error) from error
             raise
         self._record(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
-        self.run_beside(self._supervise_etcd())
+        self.run_beside(self._supervise_etcd, "supervising etcd")
 
     def _damaged(self, error: Damaged) -> EtcdDamaged:
         data = self.embedded.data_dir
@@ -424,7 +432,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         try:
             private_files.make_folder(self.folder)
             private_files.make_folder(self.folder / "logs")
-            self.run_beside(keep_bounded(self.folder / "logs"))
+            self.run_beside(partial(keep_bounded, self.folder / "logs"), "keeping logs in bounds")
             await self._start()
         except BaseException:
             await self._end()
@@ -434,13 +442,14 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     async def __aexit__(self, *_: object) -> None:
         await self._end()
 
-    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until the end; `final` raises what it raises."""
-        self._running.append(self._tasks.create_task(self._guarded(work)))
+    def run_beside(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
+        """Run `work` until the end, again after an error; `final` raises errors of `ends_with`. `what`: see
+        Containment."""
+        self._running.append(self._tasks.create_task(self._guarded(work, what)))
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
         try:
-            await work
+            await self._contained.keep(work, what)
         except Exception as error:  # noqa: BLE001  `final` raises it
             self._end_with(error)
 

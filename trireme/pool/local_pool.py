@@ -130,7 +130,7 @@ class LocalPool(SupervisedProcesses[None]):
 
     async def _start(self) -> None:
         await self._connect(self._keys.prefix)
-        self.run_beside(self._follow_leader())
+        self.run_beside(self._follow_leader, "following the leader")
         await self._start_masters()
         if self.request.hosts:
             await self._start_hosts()
@@ -152,7 +152,8 @@ class LocalPool(SupervisedProcesses[None]):
         its own."""
         bounds = self.request.bounds(beside=beside)
         if any(each.most > each.least for each in bounds.values()):
-            self.run_beside(PoolSize(launcher, bounds, self.leader, self._record).run())
+            sizing = PoolSize(launcher, bounds, self.leader, self._record)
+            self.run_beside(sizing.run, "following what jobs need")
 
     @asynccontextmanager
     async def leader(self) -> AsyncIterator[AsyncClient]:
@@ -206,7 +207,7 @@ class LocalPool(SupervisedProcesses[None]):
         itself."""
         del end
         with contextlib.suppress(TriremeError, TimeoutError):  # etcd is away: the lease expires by itself
-            await revoke_lock_of(self.etcd, self._keys.lock, child.name)
+            await revoke_lock_of(self.etcd, self._keys.lock, child.health_url)
 
     async def _follow_leader(self) -> None:
         key = self._keys.address

@@ -26,6 +26,7 @@ from trireme.launch.run_folder import read_json, write_json
 from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys
@@ -90,7 +91,7 @@ class PlaceKeys:
     async def hold(self) -> None:
         """Keep the lease and the values; returns when the keys are released, or another agent has one of
         them."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             writing = group.create_task(self._keep_values())
             while not (self._lost or self._released):
                 assert self._lease is not None

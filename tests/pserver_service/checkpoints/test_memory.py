@@ -18,6 +18,7 @@ from tests.pserver_service.checkpoints.async_job import opened, push_of
 from tests.pserver_service.checkpoints.cluster import run_scenario
 from tests.pserver_service.checkpoints.tables import TableCluster, expected_rows, rows_in
 from trireme_shared.checkpoints.saving_context import GivenUp
+from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.wire.messages import PushBlock, Verdict
 from trireme_shared.serving.core.stores import AsyncStore
 
@@ -103,6 +104,22 @@ def test_a_roll_back_frees_the_parameters_before_it_loads(tmp_path):
         assert [member.restored.error for member in answers] == ["", ""]
         assert there == [False] * 4, "the stores of both, and their rows, once each loads"
         assert rows_in(cluster.stores) == expected_rows(5)
+
+    run_scenario(scenario)
+
+
+def test_a_copy_that_is_being_written_lets_the_rows_of_a_job_that_goes_back_go(tmp_path):
+    async def scenario():
+        cluster = TableCluster(str(tmp_path))
+        await cluster.open()
+        await cluster.checkpointed(0, 4)
+        pserver = cluster.nodes[0].pserver
+        [reading, _] = pserver.store.rows.copies()
+        group = next(reading.groups())
+        pserver.drop(0)
+        assert not reading.is_open
+        with pytest.raises(InvalidArgument, match="the job goes back to a checkpoint"):
+            reading.read(group)
 
     run_scenario(scenario)
 

@@ -35,6 +35,25 @@ def test_a_child_that_is_killed_from_outside_is_started_again_for_ever():
     assert delays[-1] == MAX_DELAY_S
 
 
+def test_a_delay_stays_finite_however_often_a_child_has_died():
+    """The 1,025th early death raised OverflowError, which ended the host agent with everybody's jobs."""
+    policy = RestartPolicy()
+    assert [policy.delay_s(-signal.SIGKILL, 0.5) for _ in range(3000)][1024:] == [MAX_DELAY_S] * 1976
+
+
+def test_a_child_that_runs_out_of_memory_has_ended_by_itself():
+    policy = RestartPolicy()
+    end = Exit(7, -signal.SIGKILL, 0.5, "out of memory (limit 4 GiB, 3.9 GiB used)")
+    delays = [policy.delay_after(end, was_ready=True, at_work=False) for _ in range(MAX_EARLY_ENDS)]
+    assert delays[-1] is None
+    assert delays[0] is not None
+    # at a record it counts against that record's task
+    policy = RestartPolicy()
+    assert None not in [policy.delay_after(end, was_ready=True, at_work=True) for _ in range(50)]
+    told = death_event("trainer-1", end, given_up=False)
+    assert (told.child, told.cause) == ("trainer-1", "out of memory (limit 4 GiB, 3.9 GiB used)")
+
+
 def test_a_long_life_clears_the_counts():
     policy = RestartPolicy()
     for _ in range(MAX_EARLY_ENDS * 3):

@@ -15,6 +15,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,11 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
                 where += f" TRIREME_TOKEN_FILE={file}"
                 screen.event(f"in a browser: {url}, with the token in {file}")
             screen.event(f"elsewhere: {where}")
-            pool.run_beside(
-                pool.publish(lambda url: cluster_folder.publish(pool.folder, url, pool.etcd_access))
+            publish = partial(
+                pool.publish, lambda url: cluster_folder.publish(pool.folder, url, pool.etcd_access)
             )
-            pool.run_beside(_draw(pool, screen, unfinished))
+            pool.run_beside(publish, "telling commands the leader's address")
+            pool.run_beside(partial(_draw, pool, screen, unfinished), "showing the jobs")
             await pool.wait()
     finally:
         if unfinished:

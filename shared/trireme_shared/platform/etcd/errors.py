@@ -102,6 +102,10 @@ class Damaged(Fatal):
     code = "ETCD_DAMAGED"
 
 
+#: Errors with which no process goes on: from this etcd every task of it would get them again, or what it
+#: knows is not valid any more.
+UNUSABLE = (Fatal, Unauthenticated, WentBack)
+
 FREE_SPACE = (
     "free space: `etcdctl compact REVISION` (the newest: `etcdctl endpoint status`), `etcdctl "
     "defrag`, then `etcdctl alarm "

@@ -37,6 +37,7 @@ from trireme_shared.protocol.errors import (
     PeerError,
     ResourceExhausted,
     StorageUnreachable,
+    TriremeError,
 )
 
 _MAGIC = frozenset("*?[")
@@ -81,7 +82,7 @@ def expand(url: str) -> list[str]:
     Raises InvalidArgument for an unknown protocol, OSError if the place cannot be listed.
     """
     filesystem, path = _resolve(url)
-    with _explaining(url):
+    with _asking(url):
         if _is_file(filesystem, path):
             found = [path]
         elif is_glob(path):
@@ -121,14 +122,14 @@ def _is_file(filesystem: Any, path: str) -> bool:
 
 def exists(url: str) -> bool:
     filesystem, path = _resolve(url)
-    with _explaining(url):
+    with _asking(url):
         return bool(filesystem.exists(path))
 
 
 def size(url: str) -> int:
     """Bytes of a file. Raises FileNotFoundError."""
     filesystem, path = _resolve(url)
-    with _explaining(url):
+    with _asking(url):
         found = filesystem.size(path)
     if found is None:
         raise OSError(f"the server of {url} does not say how many bytes the file has")
@@ -139,7 +140,7 @@ def stamp(url: str) -> str:
     """Changes whenever the file is written again; "" if the storage cannot say, or the file is not there."""
     try:
         filesystem, path = _resolve(url)
-        with _explaining(url):
+        with _asking(url):
             found = filesystem.info(path)
     except (OSError, InvalidArgument):
         return ""
@@ -153,7 +154,7 @@ def size_and_tag(url: str) -> tuple[int, str]:
     """Bytes of a file, and the ETag of an object of a store ("": any other file; servers of one file by HTTP
     may each have their own). Raises OSError."""
     filesystem, path = _resolve(url)
-    with _explaining(url):
+    with _asking(url):
         found = filesystem.info(path)
     if found["type"] != "file":
         raise IsADirectoryError(f"{url} is no file")
@@ -170,7 +171,7 @@ def open_read(url: str) -> Iterator[BinaryIO]:
 
 
 def read_bytes(url: str) -> bytes:
-    with open_read(url) as file:
+    with _asking(url), open_read(url) as file:
         return file.read()
 
 
@@ -213,7 +214,7 @@ def write_bytes(url: str, content: bytes | memoryview) -> None:
     """`content` under `url`, all or nothing."""
     filesystem, name = _resolve(url)
     if object_store.is_s3(url):
-        with _explaining(url):
+        with _asking(url):
             filesystem.pipe_file(name, bytes(content))
         return
     with write_atomic(url) as file:
@@ -224,7 +225,7 @@ def names(url: str) -> list[str]:
     """The names directly in a folder, sorted; empty if the folder does not exist. Raises OSError."""
     filesystem, path = _resolve(url)
     try:
-        with _explaining(url):
+        with _asking(url):
             found = filesystem.ls(path, detail=False)
     except object_store.NoBucket:
         raise
@@ -246,7 +247,7 @@ def below(url: str) -> list[str]:
             for folder, _, found in os.walk(path)
             for name in found
         ]
-    with _explaining(url):
+    with _asking(url):
         start = len(path.rstrip("/")) + 1
         return [str(name)[start:] for name in filesystem.find(path)]
 
@@ -254,7 +255,7 @@ def below(url: str) -> list[str]:
 def remove_file(url: str) -> None:
     """A missing file is no error. Raises OSError."""
     filesystem, path = _resolve(url)
-    with _explaining(url), contextlib.suppress(FileNotFoundError):
+    with _asking(url), contextlib.suppress(FileNotFoundError):
         filesystem.rm_file(path)
 
 
@@ -262,12 +263,11 @@ def remove_tree(url: str) -> None:
     """The folder and everything in it, unfinished uploads too. A missing folder is no error. Raises
     OSError."""
     filesystem, path = _resolve(url)
-    if object_store.is_s3(url):
-        with _explaining(url):
+    with _asking(url), contextlib.suppress(FileNotFoundError):
+        if object_store.is_s3(url):
             object_store.remove_tree(filesystem, path)
-        return
-    with contextlib.suppress(FileNotFoundError):
-        filesystem.rm(path, recursive=True)
+        else:
+            filesystem.rm(path, recursive=True)
 
 
 def sweep(url: str) -> int:
@@ -278,7 +278,7 @@ def sweep(url: str) -> int:
     """
     filesystem, path = _resolve(url)
     if object_store.is_s3(url):
-        with _explaining(url):
+        with _asking(url):
             return object_store.abort_uploads(filesystem, path)
     if not isinstance(filesystem, LocalFileSystem):
         return 0
@@ -341,6 +341,19 @@ def _explaining(url: str) -> Iterator[None]:
         if explained := object_store.explained(error, url):
             raise explained from error
         raise
+
+
+@contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """As `_explaining`, around nothing but calls of the storage's library: what else that raises is an
+    OSError, too."""
+    try:
+        with _explaining(url):
+            yield
+    except (OSError, TriremeError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 def _resolve(url: str) -> tuple[Any, str]:

@@ -39,7 +39,6 @@ from trireme_shared.tables.payload import (
     ids_in,
     narrow_bytes,
     rows_in,
-    size_of,
 )
 from trireme_shared.tables.payload import joined as payload_of
 from trireme_shared.tables.sharded import ShardedTable
@@ -203,10 +202,6 @@ class TableRows:
 
     # ------------------------------------------------------------ pushes
 
-    def payload_bytes(self, counts: Sequence[int], dtype: Narrow | None = None) -> int:
-        """Of ids and gradients, so many of each table. Raises BadFrame."""
-        return size_of(counts, self.dims, ids=True, rows=True, dtype=dtype)
-
     def read(
         self, counts: Sequence[int], payload: memoryview, dtype: Narrow | None = None
     ) -> tuple[list[Numbers], list[Floats]]:
@@ -351,6 +346,13 @@ class TableRows:
         made = [TableSnapshot(table, self._lock, slots) for table in self.tables]
         self.snapshots = [*(each for each in self.snapshots if each.is_open), *made]
         return made
+
+    def give_up_copies(self, cause: str) -> None:
+        """Whoever reads one hears why, and keeps the memory of the rows no longer than that takes."""
+        for each in self.snapshots:
+            if each.is_open:
+                each.give_up(InvalidArgument(cause))
+        self.snapshots = []
 
     def forget_removed(self, versions: Mapping[str, int]) -> None:
         """No delta will be made on versions of a table before these."""
