@@ -25,9 +25,10 @@ from master_service.storage.job_storage import FileStorage
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.local_script import LocalScripts
 from trireme_shared.platform.membership.settings import CONFIGURATION
-from trireme_shared.platform.runtime import ids, service, telemetry
+from trireme_shared.platform.runtime import ids, output, service, telemetry
 from trireme_shared.platform.runtime.process_setup import fix_hash_seed
 from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.access import family_of
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec
@@ -65,8 +66,7 @@ def listen(settings: Settings) -> socket.socket:
 
 
 def _at(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=WAITING)
+    return socket.create_server((host, port), family=family_of(host), backlog=WAITING)
 
 
 def _kept_port(file: Path) -> int:
@@ -98,17 +98,16 @@ def main() -> int:
             "files go there)\n"
         )
         return CONFIGURATION
+    output.patient()
     telemetry.configure(level=settings.log_level, service="master", member=settings.name)
+    settings.look_up_own_name()
     return service.run(lambda stopping: _serve(settings, stopping))
 
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     name = ids.new_id(settings.name)
     listener = listen(settings)
-    host = settings.advertise or settings.host
-    if host in {"0.0.0.0", "::"}:
-        host = socket.gethostname()
-    url = f"{settings.tls.scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    url = f"{settings.tls.scheme}://{settings.advertised}:{listener.getsockname()[1]}"
     access, tls = settings.access, settings.tls.server()
     etcd = settings.etcd_access.connect(share_watches=not settings.job)
     master = _master(settings, etcd, name, url)

@@ -62,7 +62,7 @@ class Settings(MemberSettings):
 def read_spec(path: Path) -> JobSpec:
     """Of TRIREME_SPEC. Raises InvalidArgument if the file cannot be read or is no job spec."""
     try:
-        return JobSpec.model_validate_json(path.read_bytes())
+        return JobSpec.from_bytes(path.read_bytes())
     except (OSError, ValidationError) as error:
         msg = f"TRIREME_SPEC={path} is no job spec: {without_passwords(str(error))}"
         raise InvalidArgument(msg) from error

@@ -40,6 +40,7 @@ from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting import SingleErrorGroup, retry
+from trireme_shared import __version__
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.local_script import LocalScripts, ScriptChanged
@@ -215,6 +216,7 @@ async def _train(
         pid=os.getpid(),
         network=own_network(),
         exchange=collective.exchange if collective is not None else None,
+        trireme_version=__version__,
     )
 
     async def offload(work: Callable[..., T], *arguments: Any) -> T:

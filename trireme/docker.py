@@ -25,7 +25,7 @@ from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of
 from trireme_shared.platform.membership.settings import MemberSettings
-from trireme_shared.platform.runtime import service, telemetry
+from trireme_shared.platform.runtime import output, service, telemetry
 from trireme_shared.protocol.errors import InvalidArgument, NotFound, NotLeader, PeerError
 from trireme_shared.protocol.records.cluster import Kind
 
@@ -64,6 +64,7 @@ def main() -> int:
         "docs/cluster.md.",
     ).parse_args()
     settings = Settings.from_environment()
+    output.patient()
     telemetry.configure(level=settings.log_level, service="docker_launcher")
     return service.run(lambda stopping: serve(settings, stopping))
 

@@ -17,6 +17,7 @@ from master_service.cluster.term import ClusterTerm
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records.cluster import ClusterJob
 from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.rest import MasterView
 
 SHOWN_S = 0.5
 AT_ONCE = 32
@@ -37,15 +38,17 @@ class _Rendered:
 
 
 class RenderedJobs:
-    """`view`: what is shown of a job."""
+    """`view`: what a list shows of a job, and of the leader, which is the same during a term."""
 
-    def __init__(self, view: Callable[[ClusterTerm, ClusterJob], Record]) -> None:
+    def __init__(self, view: Callable[[ClusterTerm, ClusterJob, MasterView], Record]) -> None:
         self._view = view
         self._term: ClusterTerm | None = None
         self._rendered: dict[str, _Rendered] = {}
 
-    async def page(self, term: ClusterTerm, jobs: Sequence[ClusterJob], next_page_token: str) -> bytes:
-        """A ClusterJobPage."""
+    async def page(
+        self, term: ClusterTerm, leader: MasterView, jobs: Sequence[ClusterJob], next_page_token: str
+    ) -> bytes:
+        """A JobPage."""
         if term is not self._term or len(self._rendered) > len(term.state.jobs):
             known = self._rendered if term is self._term else {}
             self._term = term
@@ -53,7 +56,7 @@ class RenderedJobs:
         contents, made = [], 0
         for job in jobs:
             before = self._rendered.get(job.job)
-            found = self._rendered_now(term, job, before)
+            found = self._rendered_now(term, leader, job, before)
             contents.append(found.content)
             made += found is not before
             if made == AT_ONCE:
@@ -61,7 +64,9 @@ class RenderedJobs:
                 await asyncio.sleep(0)
         return b'{"jobs":[%b],"next_page_token":"%b"}' % (b",".join(contents), next_page_token.encode())
 
-    def _rendered_now(self, term: ClusterTerm, job: ClusterJob, before: _Rendered | None) -> _Rendered:
+    def _rendered_now(
+        self, term: ClusterTerm, leader: MasterView, job: ClusterJob, before: _Rendered | None
+    ) -> _Rendered:
         led = term.jobs.get(job.job)
         leading = led.master.current_term if led is not None else None
         state, members = (leading.job.state, leading.job.members) if leading is not None else (None, None)
@@ -69,6 +74,6 @@ class RenderedJobs:
         now = clock.monotonic()
         if before is not None and before.is_still(of, now):
             return before
-        content = self._view(term, job).model_dump_json().encode()
+        content = self._view(term, job, leader).model_dump_json().encode()
         found = self._rendered[job.job] = _Rendered(of, leading is not None, now, content)
         return found

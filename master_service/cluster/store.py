@@ -19,6 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from master_service.cluster.unreadable import unreadable_job, unreadable_schedule
 from master_service.core.changes import DropAnswer, DropEvents, Event, PutEvents
 from master_service.core.state.cluster import (
     ClusterChange,
@@ -27,12 +28,14 @@ from master_service.core.state.cluster import (
     DropAssignment,
     DropDrain,
     DropJob,
+    DropJobOperation,
     DropSchedule,
     DropSource,
     Place,
     PutAssignment,
     PutDrain,
     PutJob,
+    PutJobOperation,
     PutSchedule,
     PutSource,
     PutTaskRun,
@@ -42,9 +45,10 @@ from master_service.store.schema import read_events
 from master_service.store.writer import MAX_TOLD, HeldLock, LockLost, write_first
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, KeyValue, Put, TxnResult
 from trireme_shared.platform.etcd.fenced import FencedWrite
-from trireme_shared.platform.etcd.reading import must_read, read_below, read_record
+from trireme_shared.platform.etcd.reading import must_read, read_below, read_record, schema_to_write
+from trireme_shared.platform.membership.names import deletion_of_job
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.protocol.errors import TooLarge
+from trireme_shared.protocol.errors import StateUnreadable, TooLarge
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import MasterAddress
 from trireme_shared.protocol.records.cluster import (
@@ -56,11 +60,13 @@ from trireme_shared.protocol.records.cluster import (
     Standing,
     TaskRun,
 )
-from trireme_shared.protocol.records.operations import KeptAnswer
+from trireme_shared.protocol.records.operations import KeptAnswer, Operation
 
 MAX_CHANGES = 90  # of one transaction
 MAX_BYTES = 900 << 10  # the client takes 1 MiB, keys included
 MAX_EVENT_BYTES = 64 << 10
+LAST_BYTES = 950 << 10  # of a write that ends what has become too large for others
+END_BYTES = 32 << 10  # that an end adds to a record: its reason, times
 PAUSE_S = 0.1
 
 A = TypeVar("A")
@@ -80,34 +86,78 @@ class ClusterTakeover:
 
 
 async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> ClusterTakeover:
-    """Raises LockLost, StateUnreadable, PeerError."""
+    """Jobs and schedules that this version cannot read are UNREADABLE in its state. Raises LockLost,
+    PeerError; StateUnreadable if the cluster has a form that this version does not know."""
     address = Put(keys.address, MasterAddress(url=url, term=lock.term).to_bytes(), lock.lease.id)
-    commit_revision = await write_first(etcd, lock, keys.commit, [address])
+    schema = schema_to_write(keys.schema, await etcd.get(keys.schema))
+    commit_revision = await write_first(etcd, lock, keys.commit, [address, *schema])
     jobs, _ = await read_below(etcd, keys.jobs)
     schedules, _ = await read_below(etcd, keys.schedules)
     answers, _ = await read_below(etcd, keys.answers)
+    asked, _ = await read_below(etcd, keys.operations)
     pool, revision = await read_below(etcd, keys.pool)
     state, now = ClusterState(events=await read_events(etcd, keys.events)), clock.monotonic()
     state.events.begin(commit_revision)
     for kv in jobs.values():
-        if keys.is_job(kv.key):
-            state.apply(PutJob(must_read(ClusterJob, kv.key, kv.value)), now)
-        else:
-            state.apply(PutTaskRun(must_read(TaskRun, kv.key, kv.value)), now)
+        _restore_job(state, keys, kv, now)
     for kv in schedules.values():
-        state.apply(PutSchedule(must_read(JobSchedule, kv.key, kv.value)), now)
+        _restore_schedule(state, keys, kv, now)
     for kv in answers.values():
-        state.apply(must_read(KeptAnswer, kv.key, kv.value), now)
+        if (answer := read_record(KeptAnswer, kv.key, kv.value)) is not None:
+            state.apply(answer, now)
+    for kv in asked.values():
+        name, _ = keys.operation_in(kv.key)
+        if (operation := read_record(Operation, kv.key, kv.value)) is not None:
+            state.apply(PutJobOperation(name, operation), now)
     for kv in pool.values():
         found = keys.member_of(kv.key)
         if found is not None and found[2]:
             kind, member, _ = found
             place: Place = (kind, member)  # type: ignore[assignment]
-            state.apply(PutAssignment(place, must_read(Assignment, kv.key, kv.value)), now)
+            # one that nobody can read is of no job, and is dropped
+            held = read_record(Assignment, kv.key, kv.value) or Assignment(job="", epoch=0)
+            state.apply(PutAssignment(place, held), now)
         if (drained := keys.drained_in(kv.key)) is not None:
-            state.apply(PutDrain(drained, must_read(Drain, kv.key, kv.value)), now)  # type: ignore[arg-type]
+            drain = read_record(Drain, kv.key, kv.value) or Drain()  # that the key is there says it
+            state.apply(PutDrain(drained, drain), now)  # type: ignore[arg-type]
     log.info("took_over", term=lock.term, state=repr(state))
     return ClusterTakeover(commit_revision, revision, state, tuple(pool.values()))
+
+
+def _restore_job(state: ClusterState, keys: ClusterKeys, kv: KeyValue, now: float) -> None:
+    """In place. A job whose record, or the record of one of its tasks, cannot be read is set aside."""
+    name, _, rest = kv.key.removeprefix(keys.jobs).partition("/")
+    try:
+        if not rest:
+            _check_can_be_written(kv)
+            state.apply(PutJob(must_read(ClusterJob, kv.key, kv.value)), now)
+        elif rest.startswith("tasks/"):
+            state.apply(PutTaskRun(must_read(TaskRun, kv.key, kv.value)), now)
+    except StateUnreadable as error:
+        log.warning("job_unreadable", job=name, cause=error.message)
+        if not rest:
+            state.jobs[name] = unreadable_job(name, kv.value, error.message)
+        elif name in state.jobs:
+            state.set_aside(name, error.message)
+
+
+def _restore_schedule(state: ClusterState, keys: ClusterKeys, kv: KeyValue, now: float) -> None:
+    """In place."""
+    name = kv.key.removeprefix(keys.schedules)
+    try:
+        _check_can_be_written(kv)
+        state.apply(PutSchedule(must_read(JobSchedule, kv.key, kv.value)), now)
+    except StateUnreadable as error:
+        log.warning("schedule_unreadable", schedule=name, cause=error.message)
+        state.unreadable_schedules[name] = unreadable_schedule(name, kv.value, error.message)
+
+
+def _check_can_be_written(kv: KeyValue) -> None:
+    """Raises StateUnreadable: the record is too large for the transaction that would change it."""
+    most = LAST_BYTES - END_BYTES
+    if len(kv.value) > most:
+        msg = f"{kv.key} has {len(kv.value)} bytes, and one that is changed has at most {most}"
+        raise StateUnreadable(msg, key=kv.key)
 
 
 class ClusterWriter:
@@ -130,9 +180,12 @@ class ClusterWriter:
         self._told: list[tuple[str, Event]] = []
         self._over = False
 
-    async def decide(self, decision: Callable[[ClusterState, float], ClusterDecision[A]]) -> A:
-        """The decision's answer, once its changes are in etcd. Raises what the decision raises; LockLost when
-        the term is over (the outcome is then unknown)."""
+    async def decide(
+        self, decision: Callable[[ClusterState, float], ClusterDecision[A]], most_bytes: int = MAX_BYTES
+    ) -> A:
+        """The decision's answer, once its changes are in etcd. Raises what the decision raises; TooLarge if
+        no transaction of `most_bytes` takes its changes (its `details` name the largest one's job or
+        schedule); LockLost when the term is over (the outcome is then unknown)."""
         async with self._turn:
             self._check()
             now = clock.monotonic()
@@ -141,7 +194,7 @@ class ClusterWriter:
             told = [*((stamp, event) for event in decided.events), *self._told]
             if told or decided.changes:
                 taken, telling = self._telling(told)
-                await self._write(decided.changes, telling)
+                await self._write(decided.changes, telling, most_bytes)
                 self._told = told[taken:]
                 for change in (*decided.changes, *telling):
                     self.state.apply(change, now)
@@ -168,15 +221,17 @@ class ClusterWriter:
         """The term is over: nothing is decided any more."""
         self._over = True
 
-    async def _write(self, changes: Sequence[ClusterChange], telling: Sequence[ClusterChange]) -> None:
+    async def _write(
+        self, changes: Sequence[ClusterChange], telling: Sequence[ClusterChange], most_bytes: int
+    ) -> None:
         writes = list(operations(self._keys, changes))
         size = sum(len(write.value) for write in writes if isinstance(write, Put))
-        if len(writes) > MAX_CHANGES or size > MAX_BYTES:
+        if len(writes) > MAX_CHANGES or size > most_bytes:
             msg = (
                 f"{len(writes)} changes with {size} bytes do not fit into one transaction "
-                f"({MAX_CHANGES}, {MAX_BYTES} bytes)"
+                f"({MAX_CHANGES}, {most_bytes} bytes)"
             )
-            raise TooLarge(msg)
+            raise TooLarge(msg, **_largest(changes))
         lock, commit, name = self._lock, self._keys.commit, ids.new_id("cluster").encode()
 
         async def landed(found: TxnResult) -> int:
@@ -208,6 +263,18 @@ class ClusterWriter:
             raise LockLost("this master leads the cluster no more; ask its successor")
 
 
+def _largest(changes: Iterable[ClusterChange]) -> dict[str, str]:
+    """The job or the schedule that makes the changes too large."""
+    sizes: dict[tuple[str, str], int] = {}
+    for change in changes:
+        match change:
+            case PutJob(job):
+                sizes["job", job.job] = len(job.to_bytes())
+            case PutSchedule(schedule):
+                sizes["schedule", schedule.name] = len(schedule.to_bytes())
+    return dict([max(sizes, key=sizes.__getitem__)]) if sizes else {}
+
+
 def fence_of(lock: HeldLock, keys: ClusterKeys, commit_revision: int) -> list[Compare]:
     """The term is this one, and nothing was written since."""
     return [lock.compare(), Compare.mod(keys.commit, "==", commit_revision)]
@@ -220,11 +287,11 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
         match change:
             case PutJob(job):
                 by_key[keys.job(job.job)] = Put(keys.job(job.job), job.to_bytes())
-            case DropJob(name):
-                job_keys = keys.keys_of(name)
+            case DropJob(name, has_keys):
                 by_key[keys.job(name)] = Delete(keys.job(name))
-                for prefix in (job_keys.prefix, keys.below_job(name)):
-                    by_key[prefix] = Delete(prefix, prefix=True)
+                by_key[keys.below_job(name)] = Delete(keys.below_job(name), prefix=True)
+                if has_keys:
+                    by_key |= {each.key: each for each in deletion_of_job(keys.keys_of(name))}
             case PutTaskRun(run):
                 by_key[keys.task_run(run.job, run.name)] = Put(
                     keys.task_run(run.job, run.name), run.to_bytes()
@@ -248,6 +315,12 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
                 by_key[keys.source(digest)] = Delete(keys.source(digest))
             case PutSchedule(schedule):
                 by_key[keys.schedule(schedule.name)] = Put(keys.schedule(schedule.name), schedule.to_bytes())
+            case PutJobOperation(name, operation):
+                key = keys.operation(name, operation.operation_id)
+                by_key[key] = Put(key, operation.to_bytes())
+            case DropJobOperation(name, operation_id):
+                key = keys.operation(name, operation_id)
+                by_key[key] = Delete(key)
             case KeptAnswer():
                 by_key[keys.answer(change.key)] = Put(keys.answer(change.key), change.to_bytes())
             case DropAnswer(key):

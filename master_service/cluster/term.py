@@ -15,10 +15,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from master_service.cluster.store import MAX_BYTES, MAX_CHANGES, ClusterTakeover, ClusterWriter, PoolWatch
+from master_service.cluster.store import (
+    LAST_BYTES,
+    MAX_BYTES,
+    MAX_CHANGES,
+    ClusterTakeover,
+    ClusterWriter,
+    PoolWatch,
+)
+from master_service.cluster.unreadable import unreadable_event
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import cluster_jobs
+from master_service.core.decisions import cluster_jobs, job_schedules
 from master_service.core.decisions.cluster_jobs import finish, follow_resize
+from master_service.core.decisions.job_schedules import ScheduleLook
 from master_service.core.decisions.scheduling.admission import lost_places
 from master_service.core.decisions.scheduling.schedule import Portions, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
@@ -28,7 +37,14 @@ from master_service.store.writer import HeldLock
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Lease, LeaseLost
 from trireme_shared.platform.membership.directory import may_return_s
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.protocol.errors import CallerError, PeerError, TriremeError, leaves
+from trireme_shared.protocol.errors import (
+    CallerError,
+    PeerError,
+    StateUnreadable,
+    TooLarge,
+    TriremeError,
+    leaves,
+)
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobSpec, Phase, Stage
 from trireme_shared.protocol.records.cluster import ClusterJob, PoolMember, Standing
@@ -109,12 +125,16 @@ class ClusterTerm:
             begin = clock.monotonic()
             scheduled_s = await self._create_due_jobs()
             await self._follow_resizes()
-            portions = await self.writer.decide(self._plan)
-            self._follow()
-            while not portions.done:
-                # awaited before the next round
-                await self.writer.decide(lambda state, _: portions.next(state))  # noqa: B023
+            try:
+                portions = await self.writer.decide(self._plan)
                 self._follow()
+                while not portions.done:
+                    # awaited before the next round
+                    await self.writer.decide(lambda state, _: portions.next(state))  # noqa: B023
+                    self._follow()
+            except TooLarge as error:
+                await self._fail_alone(error)
+                continue
             if portions.stale:
                 continue
             looks = [LOOK_S, scheduled_s, portions.next_look_s]
@@ -132,11 +152,32 @@ class ClusterTerm:
     async def _create_due_jobs(self) -> float | None:
         """Those of schedules. Seconds until the next time of one; None: there is none."""
         while True:
-            due = await self.writer.decide(
-                lambda state, _: cluster_jobs.run_due_schedule(state, clock.wall_time())
-            )
+            try:
+                due = await self.writer.decide(
+                    lambda state, _: job_schedules.run_due_schedule(state, clock.wall_time())
+                )
+            except TooLarge as error:
+                why = error.message
+
+                def skip(state: ClusterState, _: float) -> ClusterDecision[ScheduleLook]:
+                    return job_schedules.skip_due_schedule(state, clock.wall_time(), why)  # noqa: B023
+
+                due = await self.writer.decide(skip, LAST_BYTES)  # awaited before the next round
             if not due.again:
                 return due.next_look_s
+
+    async def _fail_alone(self, error: TooLarge) -> None:
+        """The job that is too large for what was decided about it ends; the others go on. Raises `error` if
+        it is of no job."""
+        name = error.details.get("job")
+        if name not in self.state.jobs:
+            raise error
+        stamp = rfc3339(clock.wall_time())
+        log.warning("job_too_large", job=name, cause=error.message)
+        why = f"its record became too large: {error.message}"
+        await self.writer.decide(lambda state, _: cluster_jobs.fail(state, name, why, stamp), LAST_BYTES)
+        if name in self.jobs:
+            self.jobs[name].stop(Standing.FAILED, why)
 
     async def _follow_resizes(self) -> None:
         """A place runs the parameter servers whose incarnations begin with its name."""
@@ -152,7 +193,10 @@ class ClusterTerm:
                 # awaited before the next round
                 return follow_resize(state, name, live, pservers, held, asked=asked)  # noqa: B023
 
-            await self.writer.decide(follow)
+            try:
+                await self.writer.decide(follow)
+            except TooLarge as error:
+                await self._fail_alone(error)
 
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Portions]:
         """Writes the first portion."""
@@ -210,7 +254,12 @@ class ClusterTerm:
 
     async def _finish(self, name: str, standing: Standing, reason: str) -> None:
         stamp = rfc3339(clock.wall_time())  # retention counts from it
-        await self.writer.decide(lambda state, _: finish(state, name, standing, reason, stamp))
+        if standing is Standing.UNREADABLE:
+            self.writer.tell([unreadable_event(self.state.set_aside(name, reason))])
+        else:
+            await self.writer.decide(
+                lambda state, _: finish(state, name, standing, reason, stamp), LAST_BYTES
+            )
         self._changed.set()
 
 
@@ -245,8 +294,8 @@ class JobTerm:
         return f"<JobTerm {self.job}: {self.master!r}>"
 
     def stop(self, standing: Standing, reason: str) -> None:
-        """Leave the job: PAUSED or QUEUED with a checkpoint, CANCELLED without. A second call changes
-        nothing."""
+        """Leave the job: PAUSED or QUEUED with a checkpoint, CANCELLED and FAILED without. A second call
+        changes nothing."""
         if self._stop is None:
             self._stop = (standing, reason)
             self._changed.set()
@@ -301,7 +350,8 @@ class JobTerm:
     async def _until_it_ends(self) -> tuple[Standing, str]:
         while True:
             if self._error is not None:
-                return Standing.FAILED, self._error.message
+                unreadable = isinstance(self._error, StateUnreadable)
+                return Standing.UNREADABLE if unreadable else Standing.FAILED, self._error.message
             term = self.master.current_term
             if term is not None and term.job.state.phase.final:
                 try:
@@ -314,7 +364,7 @@ class JobTerm:
                 return (Standing.COMPLETED if done else Standing.FAILED), state.reason
             if self._stop is not None:
                 standing, reason = self._stop
-                if standing is not Standing.CANCELLED and term is not None:
+                if not standing.final and term is not None:
                     await self._save(term, reason)
                 if self._is_final():  # it ended while it was saved
                     continue

@@ -42,7 +42,7 @@ from master_service.store.schema import MembersWatch
 from master_service.store.writer import HeldLock, LeaderWriter, MasterWriter, Writer, write_first
 from trireme_shared.checkpoints.stored import ELASTIC
 from trireme_shared.platform.etcd import Etcd, KeyValue, Lease, LeaseLost, Put
-from trireme_shared.platform.etcd.reading import must_read, read_below
+from trireme_shared.platform.etcd.reading import must_read, read_below, read_record, schema_to_write
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import (
     Conflict,
@@ -57,6 +57,7 @@ from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.metrics import LOSS
 from trireme_shared.protocol.records import (
     AcquireTask,
+    EpochPlan,
     FailureCause,
     JobSpec,
     JobState,
@@ -320,7 +321,8 @@ async def take_over(
     with a better way to the storage. If the dataset cannot be read the job fails, and its state tells the
     user why; that is not raised.
     """
-    commit_revision = await write_first(etcd, lock, keys.commit, first)
+    form = schema_to_write(keys.schema, await etcd.get(keys.schema))
+    commit_revision = await write_first(etcd, lock, keys.commit, [*first, *form])
     found, revision = await read_below(etcd, keys.prefix)
     spec = _agreed_spec(keys, found, spec)
     stored = found.get(keys.spec)
@@ -339,7 +341,8 @@ async def take_over(
         schema.restore(job, keys, found, clock.monotonic())
         opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
         table, plan = job.training.streams.table, job.plan
-        if (stored := found.get(keys.plan)) is None or stored.value != plan.to_bytes():
+        stored = found.get(keys.plan)
+        if stored is None or read_record(EpochPlan, stored.key, stored.value) != plan:
             opening.append(Put(keys.plan, plan.to_bytes()))
             news = tuple(news_of(spec, table, plan)) if table is not None else ()
     else:

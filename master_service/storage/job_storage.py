@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from trireme_shared.checkpoints import stored
 from trireme_shared.datasets.dataset_files import files_of, stamp_of
 from trireme_shared.datasets.user_modules import find_beside
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import (
     DatasetError,
@@ -185,7 +185,7 @@ def count_records(
     if partial is not None:
         partial.load()
     counted: list[TableFile] = []
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="count") as pool:
+    with ThreadPoolExecutor(min(THREADS, cores()), thread_name_prefix="count") as pool:
         try:
             for file in pool.map(_kept(partial, count), files):
                 counted.append(file)

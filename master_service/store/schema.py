@@ -237,7 +237,7 @@ def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
     key = event.kv.key
     if event.type == "put":
         if key == keys.task_meta:
-            return NextEpoch(TaskMeta.model_validate_json(event.kv.value).epoch)
+            return NextEpoch(TaskMeta.from_bytes(event.kv.value).epoch)
         return _change(keys, job, key, event.kv.value)
     if key.startswith(keys.operations):
         return DropOperation(keys.name_of(key))
@@ -273,7 +273,7 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
     """The change that a key stands for; None for keys that do not concern the job's state."""
     for record, place in _places(keys).items():
         if key == place:
-            return record.model_validate_json(value)
+            return record.from_bytes(value)
     if key.startswith(keys.operations):
         return read_record(Operation, key, value)
     if key.startswith(keys.answers):
@@ -289,12 +289,12 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
         case "cursor":
             return PutCursor(name, int(value))
         case "pending":
-            return PutPending(name, PendingTask.model_validate_json(value))
+            return PutPending(name, PendingTask.from_bytes(value))
         case "requeued":
-            return PutRequeued(name, RequeuedTask.model_validate_json(value))
+            return PutRequeued(name, RequeuedTask.from_bytes(value))
         case "discarded":
             task_id = name.partition("@")[0]
-            lost = DiscardedTask.model_validate_json(value)
+            lost = DiscardedTask.from_bytes(value)
             return PutDiscarded(task_id, lost, job.queue_of(task_id).streams.records_of(task_id))
         case _:
             return None

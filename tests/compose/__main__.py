@@ -161,7 +161,7 @@ def disturb(project: Project, client: Client, timeline: Timeline) -> None:
 def resized(client: Client, trainers: int, pservers: int, timeline: Timeline) -> None:
     before, begun = step_of(client, "disturbed"), time.monotonic()
     resize = client.create_resize("disturbed", trainers=trainers, pservers=pservers)
-    done = client.wait_for_resize("disturbed", resize.resize_id, timeout_s=JOB_S)
+    done = client.wait_for_resize("disturbed", resize.operation_id, timeout_s=JOB_S)
     check(not done.error_code, f"the resize failed: {done.error_code} {done.reason}")
 
     def there() -> bool:

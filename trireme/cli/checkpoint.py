@@ -46,7 +46,7 @@ def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> J
     facts = run_folder.read_run_file(place, job)
     name = job or (str(facts["job"]) if facts else "")
     try:
-        return JobSpec.model_validate_json((place / name / "spec.json").read_bytes())
+        return JobSpec.from_bytes((place / name / "spec.json").read_bytes())
     except OSError as error:
         msg = f"{place} holds no run{f' of job {job}' if job else ''}"
         raise NotFound(msg, hint="give the same --job and --data-dir as to `trireme run`") from error
@@ -54,7 +54,9 @@ def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> J
 
 async def _spec_in(cluster: Target) -> JobSpec:
     async with open_job(cluster.address, token=cluster.token) as (client, job):
-        spec = (await client.get_job(job)).spec
+        found = await client.get_job(job)
+    place = {"job": found.job, "script": found.script, "storage": found.storage, "sources": found.sources}
+    spec = JobSpec(**dict(found.settings or ()), **place)
     check_seen(spec)
     return spec
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 
-from trireme.launch.run_folder import DiskFull
+from trireme.launch.run_folder import DiskFull, EtcdDamaged
 from trireme.view.report import failure_lines
 from trireme_shared.protocol.errors import (
     CallerError,
@@ -25,10 +25,12 @@ from trireme_shared.protocol.records import UserFailure
 from trireme_shared.protocol.urls import without_passwords
 
 OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, DISK_FULL, CANCELLED = range(10)
+DAMAGED = 10
 INTERRUPTED = 130
 
 _CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first match counts
     (DiskFull, DISK_FULL),
+    (EtcdDamaged, DAMAGED),
     (DatasetError, JOB_FAILED),
     (CheckpointUnusable, JOB_FAILED),
     (UserCodeError, JOB_FAILED),

@@ -95,16 +95,16 @@ async def show_status(client: AnyClient, name: str, console: Console | None) -> 
     if console:
         progress = progress_of(view, restarts=0)
         console.print(
-            f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}"
+            f"{job['job']}  {job['state']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}"
         )
         console.print(progress.training())
         members = job["members"]
         console.print(
             f"{members_text(*(members[name] for name in COUNTS))}  generation {job['generation']}  "
-            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} "
+            f"{'master' if job['settings']['dispatch'] == 'master' else 'sweeper'} "
             f"{without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
         )
-        if line := evaluation_line(job.get("evaluation"), job["spec"]["mode"]):
+        if line := evaluation_line(job.get("evaluation"), job["mode"]):
             console.print(line)
         for cause, text in loss_rows(job["losses"]):
             console.print(f"{cause}  {text}")
@@ -139,6 +139,8 @@ async def show_members(client: AnyClient, job: str, console: Console | None) -> 
         more = (
             ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
         )
+        if len({member.get("trireme_version", "") for member in members}) > 1:
+            more += ("trireme_version",)
         print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", *more, "tasks"), members)
     return {"members": members}
 
@@ -147,7 +149,7 @@ def _ended_status(result: dict[str, Any], console: Console | None) -> dict[str, 
     if console:
         summary = summary_text(result, reason=result["phase"] != Phase.COMPLETED)
         print(without_passwords(summary))  # noqa: T201
-    return result
+    return {"state": result["phase"], **result}  # a run of before may have none
 
 
 def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
@@ -158,6 +160,7 @@ def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
     hints = list(told.hints)
     return {
         "job": folder.name,
+        "state": STOPPED,
         "phase": STOPPED,
         "reason": told.summary,
         "details": list(told.details),

@@ -19,11 +19,11 @@ from trireme.cli.history import logs
 from trireme.cli.history.metrics import loss_chart
 from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
-from trireme.cli.tables.memory import memory_bytes, memory_of_tables
+from trireme.cli.tables.memory import memory_of_tables
 from trireme.launch import resume, run_folder
 from trireme.launch.cluster import LocalCluster, pservers_for
 from trireme.launch.interrupt import InterruptHandler, resume_command
-from trireme.launch.processes import ForkServer, cores
+from trireme.launch.processes import ForkServer
 from trireme.launch.resume import Facts
 from trireme.launch.run_folder import told_if_full
 from trireme.launch.supervision import HOST, ClusterSettings
@@ -49,7 +49,8 @@ from trireme.view.live_progress import ProgressReporter, ScriptOutput
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime import clock, ids, output, telemetry
+from trireme_shared.platform.runtime.limits import cores, memory_bytes
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.access import is_loopback
 from trireme_shared.platform.security.tls import Tls
@@ -86,6 +87,7 @@ class RunRequest:
 
 def run_command(request: RunRequest) -> int:
     """Returns the exit code; prints all messages."""
+    output.patient()
     telemetry.configure(level="ERROR", json=False)
     try:
         check_path(request.script)
@@ -197,6 +199,8 @@ async def run_job(request: RunRequest) -> int:
                 print(json.dumps(previous.result) if request.as_json else summary_text(previous.result))  # noqa: T201
                 return exit_codes.OK
             spec = spec if plan.start is resume.Start.NEW else resumed
+            if told := private_files.told_of_sockets():
+                print(told, file=sys.stderr)  # noqa: T201
             for line in memory_of_tables(inspection.model, spec, memory_bytes()):
                 print(line, file=sys.stderr)  # noqa: T201
             await check_storage(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
@@ -309,7 +313,11 @@ async def _train(
             interrupt.ready = True
             cluster.run_beside(spent.keep())
             cluster.run_beside(output.run())
-            state = await _run_to_the_end(cluster, reporter, folder, screen)
+            try:
+                state = await _run_to_the_end(cluster, reporter, folder, screen)
+            except Exception:
+                await interrupt.save_before_giving_up(cluster)
+                raise
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
             events = await logs.all_events(lambda: cluster.client(REQUEST_TIMEOUT_S))
             resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)

@@ -4,16 +4,18 @@ outlives the launcher.
     ForkServer.start ─► forked        saves tenths of a second of processor time, and shares memory
                   `──► spawned        if forking is impossible, switched off, or failed
 
-Both are children of this process, lead a session of their own (a Ctrl-C in the terminal reaches the launcher
-only) and die with it: PDEATHSIG kills them if the launcher itself is killed. A Child is started, ends, and
-may be started again, with the same log file.
+Both are children of this process, lead a group of their own (a Ctrl-C in the terminal reaches the launcher
+only) and die with it: PDEATHSIG kills them if the launcher itself is killed. What a child leaves running in
+its group ends with it, whatever its end was (trireme/launch/leftovers.py). A Child is started, ends, and may
+be started again, with the same log file.
 
 A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is
-always started again. So is one that had started up and later lost its lease: its host froze or was cut off. A
-child that ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not
-help. A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a
-missing package, say). A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter
-servers: fewer starts, and later ones.
+always started again. So is one that had started up and later lost its lease: its host froze or was cut off;
+and one that found another script than the job's: somebody edits it, and the others train on. A child that
+ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not help. A child
+that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package,
+say). A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer
+starts, and later ones.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol, Self
 
+from trireme.launch import leftovers
 from trireme.launch.fork_server import GO, Request
-from trireme.view.child_events import ChildEvent
+from trireme.view.child_events import AS_ASKED, ChildEvent
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record
@@ -62,6 +66,7 @@ FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0
 # 0: it was told to stop
 _FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+SCRIPT_CHANGED = EXIT_CODES["SCRIPT_CHANGED"]
 
 log = telemetry.logger("processes")
 REVOKE_TIMEOUT_S = 2.0
@@ -76,11 +81,6 @@ class Process(Protocol):
     def returncode(self) -> int | None: ...
     async def wait(self) -> int: ...
     def send_signal(self, signal: int, /) -> None: ...
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def inherited_environment() -> dict[str, str]:
@@ -100,6 +100,10 @@ Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes], IO[bytes]], Await
 async def spawn(
     argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
 ) -> Process:
+    """Raises OSError. Where there are no descriptors of processes (they are Linux's), what the child leaves
+    running is not ended."""
+    if hasattr(os, "pidfd_open"):
+        return Spawned(_popen(argv, environment, out, err))
     return await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,
@@ -111,8 +115,24 @@ async def spawn(
     )
 
 
+def _popen(
+    argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Returns when the program has begun, as asyncio's own way does. Raises OSError."""
+    return subprocess.Popen(  # noqa: S603  our own interpreter and modules
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        env=dict(environment),
+        start_new_session=True,
+        preexec_fn=die_with_parent(),  # noqa: PLW1509  as for all children
+    )
+
+
 class Forked:
-    """A child of this process that the fork server forked."""
+    """A child of this process that leads a group: the fork server forked it. It has ended once its group has:
+    see trireme/launch/leftovers.py."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -123,18 +143,40 @@ class Forked:
         self._loop.add_reader(self._descriptor, self._end)
 
     def __repr__(self) -> str:
-        return (
-            f"<Forked {self.pid}: {'running' if self.returncode is None else f'exit code {self.returncode}'}>"
-        )
+        state = "running" if self.returncode is None else f"exit code {self.returncode}"
+        return f"<{type(self).__name__} {self.pid}: {state}>"
 
     def _end(self) -> None:
+        """It is a zombie now."""
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)
+        self._end_group(signal.SIGTERM, signal.SIGKILL)
+
+    def _end_group(self, *signals: signal.Signals, limit: float = 0.0) -> None:
+        """Send the first of these signals to what is left, and the next one after LEAVE_S; then tell the
+        end."""
+        if leftovers.left_of_group(self.pid):
+            now = clock.monotonic()
+            if now >= limit and signals:
+                leftovers.signal_group(self.pid, signals[0])
+                signals, limit = signals[1:], now + leftovers.LEAVE_S
+            if now < limit:
+                look = partial(self._end_group, *signals, limit=limit)
+                self._loop.call_later(leftovers.LOOK_S, look)
+                return
+            log.warning("left_running", leader=self.pid, processes=leftovers.left_of_group(self.pid))
+        self._wait()
+
+    def _wait(self) -> None:
         try:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.returncode = self._reap()
         except ChildProcessError:  # other code in this process has waited for it
             self.returncode = UNKNOWN_CODE
         self._ended.set_result(self.returncode)
+
+    def _reap(self) -> int:
+        """Raises ChildProcessError."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
@@ -144,8 +186,20 @@ class Forked:
             os.kill(self.pid, signal)
 
 
+class Spawned(Forked):
+    """As Forked, of a new interpreter."""
+
+    def __init__(self, started: subprocess.Popen[bytes]) -> None:
+        super().__init__(started.pid)
+        self._started = started
+
+    def _reap(self) -> int:
+        return self._started.wait()  # without it Popen itself would wait for the number, some day
+
+
 def start_server(control: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A fork server that reads requests from `control` and dies with this process."""
+    """A fork server that reads requests from `control`, and ends once this process has closed the other
+    end."""
     return subprocess.Popen(  # noqa: S603  our own interpreter and module
         [*PYTHON_MODULE, MODULE, TITLE_ROOM],
         stdin=control.fileno(),
@@ -153,7 +207,6 @@ def start_server(control: socket.socket, environment: Mapping[str, str]) -> subp
         stderr=subprocess.DEVNULL,
         env={**environment, "SPT_NOENV": "1"},  # so that setproctitle leaves /proc/PID/environ alone
         start_new_session=True,
-        preexec_fn=die_with_parent(),  # noqa: PLW1509  as for all children
     )
 
 
@@ -239,12 +292,13 @@ class ForkServer:
         return self._control
 
     def _stop(self) -> None:
-        """SIGKILL: it holds no state."""
-        if self._control is not None:
-            self._control.close()
+        """SIGKILL: it holds no state. Before it sees the end of the connection, so that it does not look for
+        an end of this process."""
         if self.server is not None:
             self.server.send_signal(signal.SIGKILL)
             self.server.wait()
+        if self._control is not None:
+            self._control.close()
         self._control = self.server = None
 
 
@@ -263,7 +317,7 @@ class Exit:
     lived_s: float
 
     def __str__(self) -> str:
-        if self.code == EXIT_CODES["SCRIPT_CHANGED"]:
+        if self.code == SCRIPT_CHANGED:
             return (
                 "its script or a module has changed since the job was created: restore it, or stop the "
                 "job and start it again"
@@ -414,7 +468,7 @@ class RestartPolicy:
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
         self.deaths += 1
-        by_itself = code not in _FROM_OUTSIDE and not at_work
+        by_itself = code not in _FROM_OUTSIDE and code != SCRIPT_CHANGED and not at_work
         self.own_ends += by_itself and not (was_ready and code == LEASE_LOST)
         if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
@@ -426,6 +480,8 @@ def death_event(
 ) -> ChildEvent:
     """`lost`: the lease that it had lost, as text; "": none. `left`: what it had begun."""
     cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
+    if end.code == 0 and not _at_work(left):  # members end so when they were asked to leave
+        return ChildEvent(name, what if given_up else "left", AS_ASKED, end.pid)
     if end.code == LEASE_LOST or (lost and end.code == -signal.SIGKILL):
         what = what if given_up else "lost_lease"
         cause = lost or cause

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from trireme.launch.bounded_logs import keep_bounded
 from trireme.launch.leases import LostLease
 from trireme.launch.processes import (
     PYTHON_MODULE,
@@ -37,10 +38,11 @@ from trireme.launch.processes import (
     revoke_all_leases,
     tail_of,
 )
-from trireme.launch.run_folder import DiskFull, etcd_lacks_space, is_full
+from trireme.launch.run_folder import DiskFull, EtcdDamaged, etcd_lacks_space, is_full
 from trireme.view.child_events import ChildEvent, EventFile
 from trireme_shared.platform.etcd import Etcd, Fatal
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd.errors import Damaged
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.runtime import begun, clock
@@ -123,6 +125,11 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     @abstractmethod
     def url(self) -> str:
         """Of the leading master; "" while there is none."""
+
+    @property
+    @abstractmethod
+    def way_without_etcd(self) -> str:
+        """What the user can do if the files of our own etcd are damaged."""
 
     @abstractmethod
     async def _start(self) -> None:
@@ -351,20 +358,27 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         except Fatal as error:
             if etcd_lacks_space(self.embedded):
                 raise DiskFull.under(self.folder, "etcd cannot start") from error
+            if isinstance(error, Damaged):
+                raise self._damaged(error) from error
             raise
         self._record(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
         self.run_beside(self._supervise_etcd())
 
+    def _damaged(self, error: Damaged) -> EtcdDamaged:
+        data = self.embedded.data_dir
+        msg = f"etcd cannot read its files in {data}, which are damaged: {error.message}"
+        return EtcdDamaged(msg, hint=f"{self.way_without_etcd}; {error.hint}", folder=str(data))
+
     async def _supervise_etcd(self) -> None:
         policy = RestartPolicy()
         while True:
-            since = clock.monotonic()
-            pid, code = self.embedded.pid or 0, await self.embedded.wait()
-            end = Exit(pid, code or 0, clock.monotonic() - since)
+            since, pid = clock.monotonic(), self.embedded.pid or 0
+            deleted = await self.embedded.until_end()
+            end = Exit(pid, await self.embedded.wait() or 0, clock.monotonic() - since)
             while not self.embedded.running:
                 if self._stopping:
                     return
-                self._record(ChildEvent("etcd", "died", str(end), end.pid))
+                self._record(ChildEvent("etcd", "died", deleted or str(end), end.pid))
                 # etcd may end of a full disk when there is room again: it notices at the next file of its log
                 full = end.code >= 0 and is_full(self.embedded.data_dir)
                 delay_s = None if full else policy.delay_s(end.code, end.lived_s)
@@ -373,17 +387,22 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                     return
                 if delay_s is None:
                     message = f"etcd ended again and again, the last time with {end}"
-                    self._fail("etcd", message, self.embedded.log_path)
+                    self._fail("etcd", message, self.embedded.log_path, self.embedded.last_words())
                     return
                 await asyncio.sleep(delay_s)
-                with contextlib.suppress(Fatal):  # the next round reports this death
+                try:
                     await self.embedded.start()
+                except Damaged as error:
+                    self._end_with(self._damaged(error))
+                    return
+                except Fatal:  # the next round reports this death
+                    pass
             self._record(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
 
     # ------------------------------------------------------------ the end
 
-    def _fail(self, name: str, message: str, log: Path) -> None:
-        details = {"child": name, "log": str(log), "tail": tail_of(log)}
+    def _fail(self, name: str, message: str, log: Path, tail: str = "") -> None:
+        details = {"child": name, "log": str(log), "tail": tail or tail_of(log)}
         self._end_with(ClusterError(f"{message}; its log is {log}", **details))
 
     def _end_with(self, error: Exception) -> None:
@@ -405,6 +424,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         try:
             private_files.make_folder(self.folder)
             private_files.make_folder(self.folder / "logs")
+            self.run_beside(keep_bounded(self.folder / "logs"))
             await self._start()
         except BaseException:
             await self._end()

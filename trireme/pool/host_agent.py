@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 
+from trireme.launch.bounded_logs import HostLogs
 from trireme.launch.leases import LostLeases, Vouching
 from trireme.launch.processes import (
     PYTHON_MODULE,
@@ -43,7 +43,6 @@ from trireme.launch.processes import (
     ForkServer,
     RestartPolicy,
     Start,
-    cores,
     death_event,
     inherited_environment,
     revoke_leases_of,
@@ -53,13 +52,16 @@ from trireme.launch.run_folder import sockets
 from trireme.pool.host_status import HostMetrics, ProcessHealth
 from trireme.pool.registration import HostFolder, PlaceKeys, opened_folder
 from trireme.pool.settings import Settings, gpus, passed_on
+from trireme_shared import __version__
 from trireme_shared.platform.etcd import Etcd, KeyValue
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import begun, http, ids, service, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.limits import cores, memory_bytes
 from trireme_shared.platform.runtime.service import READY_FILE
+from trireme_shared.platform.security.private_files import SocketFolder, told_of_sockets
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import JobSpec, JobState
@@ -118,7 +120,9 @@ class HostAgent:
         with contextlib.ExitStack() as opens:
             folder = opens.enter_context(opened_folder(self.settings.data_dir))
             forks = opens.enter_context(ForkServer())
-            uds = str(opens.enter_context(sockets(folder.place)))
+            unix = opens.enter_context(sockets(folder.place))
+            if told := told_of_sockets():
+                log.info("sockets_elsewhere", told=told)
             await self._revoke(folder.last_lease)
             members = [self._member(kind, number) for kind in KINDS for number in range(self._count(kind))]
             if not members:
@@ -126,7 +130,7 @@ class HostAgent:
                     "a host without places is of no use: TRIREME_TRAINERS and TRIREME_PSERVERS are 0"
                 )
             keys = PlaceKeys(self.etcd, self.keys, members, self.settings.agent_ttl_s, folder.note_lease)
-            host = self._host(folder, forks, uds)
+            host = self._host(folder, forks, f"{unix.path}/")
             self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
             self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
@@ -140,13 +144,15 @@ class HostAgent:
             service.ready()
             forks.prepare()
             service.settled()
-            return await self._serve(host, keys, stopping)
+            return await self._serve(host, keys, unix, stopping)
 
-    async def _serve(self, host: Host, keys: PlaceKeys, stopping: asyncio.Event) -> int:
+    async def _serve(self, host: Host, keys: PlaceKeys, unix: SocketFolder, stopping: asyncio.Event) -> int:
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(self._follow(kind)) for kind in KINDS if self._count(kind)]
             beside.append(group.create_task(FrozenChildren(host, self.places).run()))
+            beside.append(group.create_task(unix.keep()))
             beside.append(group.create_task(Vouching(host.etcd).run(self._children)))
+            beside.append(group.create_task(self._logs(host).run()))
             holding = group.create_task(keys.hold())
             asked = group.create_task(stopping.wait())
             running = [(place.kind, group.create_task(place.run())) for place in self.places]
@@ -169,6 +175,16 @@ class HostAgent:
         children = {place.member: place.child for place in self.places if place.child is not None}
         return {member: child for member, child in children.items() if child.alive}
 
+    def _logs(self, host: Host) -> HostLogs:
+        async def exists(job: str) -> bool:
+            return bool((await self.etcd.range(self.keys.job(job), count_only=True)).count)
+
+        def written() -> list[Path]:
+            return [place.child.log for place in self.places if place.child is not None]
+
+        most = {"log_bytes": self.settings.log_bytes, "logs_bytes": self.settings.logs_bytes}
+        return HostLogs(host.folder.logs, exists, written, **most)
+
     def _count(self, kind: Kind) -> int:
         return self.settings.trainers if kind == "trainer" else self.settings.pservers
 
@@ -187,8 +203,9 @@ class HostAgent:
             url=self.url,
             incarnation=self._incarnation,
             cores=max(1, self._cores // places),
-            memory_bytes=psutil.virtual_memory().total // places,
+            memory_bytes=memory_bytes() // places,
             device="cuda" if kind == "trainer" and gpus() else "cpu",
+            trireme_version=__version__,
         )
 
     def _host(self, folder: HostFolder, forks: ForkServer, uds: str) -> Host:
@@ -430,8 +447,9 @@ class Place:
                 end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None
             )
             self.deaths += 1
-            cause = death_event(child.name, end, given_up=False, left=left).cause
-            log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=cause)
+            ended = death_event(child.name, end, given_up=False, left=left)
+            what = "child_left" if ended.what == "left" else "child_died"
+            log.warning(what, member=self.member, job=work.job, pid=end.pid, cause=ended.cause)
             await self._revoke_leases(work.job, end)
             if not policy.starts_again(end.code):
                 await self._give_up(

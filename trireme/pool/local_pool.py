@@ -74,11 +74,8 @@ class LocalPool(SupervisedProcesses[None]):
     }
     start_timeout_s = START_TIMEOUT_S
     passed_on = (
-        *PASSED_ON,
-        "TRIREME_REBALANCE_S",
-        "TRIREME_JOB_RETENTION_S",
-        "TRIREME_STORAGE_ALLOWED",
-        "TRIREME_LOG_LEVEL",
+        *(*PASSED_ON, "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL"),
+        *("TRIREME_LOG_BYTES", "TRIREME_LOGS_BYTES", "TRIREME_STORAGE_ALLOWED"),
     )
 
     def __init__(
@@ -106,6 +103,13 @@ class LocalPool(SupervisedProcesses[None]):
     @property
     def url(self) -> str:
         return self._url
+
+    @property
+    def way_without_etcd(self) -> str:
+        return (
+            f"the checkpoints of jobs lie in {self.request.storage} and do not depend on it: move "
+            f"{self.embedded.data_dir} away, start the cluster again, and submit the jobs with --init-from"
+        )
 
     async def leader_url(self) -> str:
         """Raises DeadlineExceeded if no master leads within `start_timeout_s`; ClusterError if the cluster

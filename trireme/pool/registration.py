@@ -202,6 +202,7 @@ class HostFolder:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.sources = place / "sources"
+        self.logs = place / "logs"
 
     def __repr__(self) -> str:
         return f"<HostFolder {self.place}>"
@@ -218,7 +219,7 @@ class HostFolder:
             write_json(self.place / AGENT_FILE, {"pid": os.getpid(), "lease": lease})
 
     def log_of(self, job: str, member: str, epoch: int) -> Path:
-        return self.place / "logs" / job / f"{member}-{epoch}.log"
+        return self.logs / job / f"{member}-{epoch}.log"
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from trireme_shared import __version__
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.state_schema import SCHEMA
 from trireme_shared.protocol.rest import Health, TokenAccess, Version
 
 router = APIRouter(tags=["system"])
@@ -30,9 +31,20 @@ open_router = APIRouter(tags=["system"])
 
 
 @router.get("/v1/version", operation_id="getVersion")
-async def get_version() -> Version:
-    """Of the program, and of its API."""
-    return Version(name="trireme-master", version=__version__, api="v1")
+async def get_version(jobs: JobsOf) -> Version:
+    """Of the program, and of its API; what the members run that it leads. A standby answers too, and leads
+    nobody."""
+    members = [job.members for job in (each.job for each in jobs.masters() if each.current_term is not None)]
+    running = [member for each in members for member in (*each.trainers.values(), *each.pservers.values())]
+    pool = jobs.current_term.state.members if isinstance(jobs, ClusterMaster) and jobs.current_term else {}
+    return Version(
+        name="trireme-master",
+        version=__version__,
+        api="v1",
+        state_schema=SCHEMA,
+        members=Counter(member.trireme_version for member in running),
+        places=Counter(place.trireme_version for place in pool.values()),
+    )
 
 
 @router.get("/v1/access", operation_id="getAccess")

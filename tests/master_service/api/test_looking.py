@@ -14,7 +14,7 @@ import pytest
 from master_service.api import rendered
 from master_service.api.app import make_api, make_app
 from master_service.api.middleware import Guarded
-from master_service.api.routes.jobs import job_view
+from master_service.api.routes.jobs import leader_view, listed_view
 from master_service.cluster import term as cluster_term
 from master_service.cluster.store import RESTING_S
 from master_service.core.decisions.scheduling.schedule import schedule
@@ -34,7 +34,7 @@ from tests.master_service.many_jobs import Jobs, job_of
 from trireme_shared.platform.runtime import service
 from trireme_shared.platform.security.access import Access
 from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Standing
-from trireme_shared.protocol.rest_cluster import ClusterJobPage
+from trireme_shared.protocol.rest import JobPage, MasterView
 
 
 def test_the_places_of_a_job_are_found_by_its_name_whatever_was_assigned_before() -> None:
@@ -77,14 +77,14 @@ def test_a_member_that_changes_changes_its_job() -> None:
 
 
 class CountedViews:
-    """job_view, and how often it was asked for each job."""
+    """listed_view, and how often it was asked for each job."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
 
-    def __call__(self, term: Any, job: ClusterJob) -> Any:
+    def __call__(self, term: Any, job: ClusterJob, leader: MasterView) -> Any:
         self.made.append(job.job)
-        return job_view(term, job)
+        return listed_view(term, job, leader)
 
     def take(self) -> list[str]:
         made, self.made = self.made, []
@@ -103,10 +103,13 @@ def test_a_job_is_rendered_again_only_when_what_it_shows_has_changed() -> None:
                 async def listed() -> list[str]:
                     """The jobs that were rendered for it."""
                     answer = await client.get("/v1/jobs")
-                    page = ClusterJobPage(
-                        jobs=tuple(job_view(leader.term, leader.state.jobs[name]) for name in names)
+                    page = JobPage(
+                        jobs=tuple(
+                            listed_view(leader.term, leader.state.jobs[name], leader_view(leader))
+                            for name in names
+                        )
                     )
-                    found = ClusterJobPage.model_validate_json(answer.text)
+                    found = JobPage.model_validate_json(answer.text)
                     if not leader.term.jobs:  # nothing trains
                         assert (found, answer.text) == (page, page.model_dump_json())
                     assert [each.job for each in found.jobs] == names
@@ -158,7 +161,7 @@ def test_other_requests_get_their_turns_while_many_jobs_are_rendered() -> None:
             counting = asyncio.ensure_future(count_turns())
             await asyncio.sleep(0)
             before = turns
-            page = await rendered.RenderedJobs(job_view).page(leader.term, found, "7")
+            page = await rendered.RenderedJobs(listed_view).page(leader.term, leader_view(leader), found, "7")
             assert turns - before == 3
             counting.cancel()
             assert json.loads(page)["next_page_token"] == "7"
@@ -317,4 +320,4 @@ def test_open_files_are_counted() -> None:
 @pytest.mark.parametrize("path", ["/v1/jobs"])
 def test_the_page_of_jobs_is_documented_as_before(path: str) -> None:
     schema = make_api(Jobs().master()).openapi()["paths"][path]["get"]["responses"]["200"]
-    assert schema["content"]["application/json"]["schema"]["$ref"].endswith("/ClusterJobPage")
+    assert schema["content"]["application/json"]["schema"]["$ref"].endswith("/JobPage")

@@ -96,6 +96,12 @@ class Fatal(CallerError):
     code, status = "ETCD_FATAL", 500
 
 
+class Damaged(Fatal):
+    """An etcd of ours cannot read its own files: a disk that lost writes, or somebody who changed them."""
+
+    code = "ETCD_DAMAGED"
+
+
 FREE_SPACE = (
     "free space: `etcdctl compact REVISION` (the newest: `etcdctl endpoint status`), `etcdctl "
     "defrag`, then `etcdctl alarm "

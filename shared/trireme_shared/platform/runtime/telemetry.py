@@ -9,35 +9,16 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, TextIO, cast
 
 import structlog
 
 from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.output import Unfailing
 from trireme_shared.protocol.urls import without_passwords
 
 
-class _Unfailing:
-    """A text stream whose writes never raise: a log on a full disk must not end what is logged."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-
-class _WithoutPasswords(_Unfailing):
+class _WithoutPasswords(Unfailing):
     """Of logs: see `without_passwords`. Each write is a whole line."""
 
     def write(self, text: str) -> int:
@@ -67,7 +48,7 @@ class Tally:
 def unfailing_output() -> None:
     """From now on a `print`, of a user's script for example, raises nothing if it cannot be written: a full
     disk is no error of the script."""
-    sys.stdout, sys.stderr = cast("TextIO", _Unfailing(sys.stdout)), cast("TextIO", _Unfailing(sys.stderr))
+    sys.stdout, sys.stderr = cast("TextIO", Unfailing(sys.stdout)), cast("TextIO", Unfailing(sys.stderr))
 
 
 def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) -> None:

@@ -12,6 +12,7 @@ cause any number of them.
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -199,3 +200,14 @@ def is_loopback(host: str) -> bool:
         return ip_address(plain_host(host)).is_loopback
     except ValueError:
         return plain_host(host) == "localhost"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of a socket that listens at `host`: IPv6 for such an address, and for a name that has no other."""
+    if ":" in host:
+        return socket.AF_INET6
+    try:
+        families = {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:  # whoever binds says why
+        return socket.AF_INET
+    return socket.AF_INET6 if families == {socket.AF_INET6} else socket.AF_INET

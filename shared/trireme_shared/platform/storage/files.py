@@ -30,6 +30,7 @@ from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.storage import object_store
 from trireme_shared.platform.storage.direct_file import DirectFile
+from trireme_shared.platform.storage.object_store import TEMPORARY
 from trireme_shared.protocol.errors import (
     DatasetError,
     InvalidArgument,
@@ -38,7 +39,6 @@ from trireme_shared.protocol.errors import (
     StorageUnreachable,
 )
 
-TEMPORARY = ".tmp"
 _MAGIC = frozenset("*?[")
 _STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "oss://")
 _FILE_ERRORS = (
@@ -180,7 +180,7 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
     not at all.
 
     Local: temp name in the same folder (past the page cache), fsync, rename, fsync of the folder. S3: one
-    upload, completed or aborted. Elsewhere: written locally, then put as one file.
+    upload, completed or aborted. Elsewhere: written locally, without a name, then put as one file.
     """
     filesystem, name = _resolve(url)
     if object_store.is_s3(url):
@@ -188,13 +188,12 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
             yield file
         return
     if not isinstance(filesystem, LocalFileSystem):
-        with tempfile.TemporaryDirectory(prefix="trireme-") as folder:
-            local = Path(folder) / "object"
-            with local.open("wb") as file:
-                yield file
+        with tempfile.TemporaryFile() as local:  # without a name it goes with this process, whatever ends it
+            yield cast("BinaryIO", local)
+            local.seek(0)
             # fsspec has no public name for it
             filesystem.makedirs(filesystem._parent(name), exist_ok=True)  # noqa: SLF001
-            filesystem.put_file(str(local), name)
+            filesystem.put_file(f"/dev/fd/{local.fileno()}", name)
         return
     path = Path(name)
     private_files.make_missing(path.parent)

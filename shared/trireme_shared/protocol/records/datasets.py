@@ -36,6 +36,9 @@ class _Dataset(BaseModel):
     def __init__(self, *urls: str, **options: object) -> None:
         super().__init__(**({"urls": urls} if urls else {}), **options)
 
+    # documents are read without it, so that `Record.from_bytes` decides about unknown fields here, too
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
 
 class Parquet(_Dataset):
     """Rows of Parquet files; a task is a row range, a row group is read once. `columns`: a subset, default
@@ -144,6 +147,8 @@ class _InCode(_Dataset):
 
     def __init__(self, reader: str | None = None, **options: object) -> None:
         super().__init__(**({"reader": reader} if reader is not None else {}), **options)
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
     @classmethod
