@@ -170,6 +170,25 @@ def test_other_requests_get_their_turns_while_many_jobs_are_rendered() -> None:
     run_virtually(main)
 
 
+async def test_jobs_are_listed_from_the_newest_on_also_while_others_come_and_go() -> None:
+    async with Jobs().leading() as leader, client_of(leader) as client:
+
+        async def page(token: str = "") -> tuple[list[str], str]:
+            query = {"newest_first": "true", "page_size": "3", **({"page_token": token} if token else {})}
+            found = (await client.get("/v1/jobs", params=query)).json()
+            return [job["job"] for job in found["jobs"]], found["next_page_token"]
+
+        for number in range(8):
+            await leader.create_job(job_of(f"j{number}"), None)
+        first, token = await page()
+        assert first == ["j7", "j6", "j5"]
+        await leader.create_job(job_of("j8"), None)
+        second, token = await page(token)
+        assert second == ["j4", "j3", "j2"]
+        assert await page(token) == (["j1", "j0"], "")
+        assert (await page())[0] == ["j8", "j7", "j6"]
+
+
 def test_any_number_of_viewers_of_ended_jobs_costs_a_reading_now_and_then() -> None:
     async def main() -> None:
         jobs = Jobs()
