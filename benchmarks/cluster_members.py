@@ -4,8 +4,9 @@
 A real etcd that syncs every write and a real leader of a cluster, each a process; the places are simulated in
 `--processes` others (benchmarks/simulated_places.py). Every job has one parameter server and an equal part of
 the other places as trainers; some more trainers would be of use to each. Dashboards and viewers are in this
-process: a dashboard asks for jobs and pool every 2 s and holds the stream of the cluster's events, a viewer
-holds the stream of one job's; every second one of a job that has ended. Once all jobs train, for `--seconds`:
+process: a dashboard asks for jobs, pool and members every 2 s and holds the stream of the cluster's events, a
+viewer holds the stream of one job's; every second one of a job that has ended. Once all jobs train, for
+`--seconds`:
 
     late         by how much the leader's loop wakes too late (it sleeps for 2 ms at a time)
     schedule     a place joins `--changes` times: from its key in etcd to its assignment
@@ -224,9 +225,11 @@ class Lookers:
             while True:
                 begin = time.monotonic()
                 with suppress(aiohttp.ClientError):  # its leader is not one for a moment
-                    await self.cluster.get("/v1/jobs", page_size=self.cluster.given.page)
+                    size = self.cluster.given.page
+                    await self.cluster.get("/v1/jobs", page_size=size, newest_first="true")
                     self.listed.append(time.monotonic() - begin)
                     await self.cluster.get("/v1/pool")
+                    await self.cluster.get("/v1/pool-members", page_size=size)
                 await asyncio.sleep(DASHBOARD_S - min(DASHBOARD_S, time.monotonic() - begin))
 
     async def follow(self, path: str) -> None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from master_service.cluster.term import ClusterTerm
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records.cluster import ClusterJob
-from trireme_shared.protocol.rest import JobView, MasterView
+from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.rest import MasterView
 
 SHOWN_S = 0.5
 AT_ONCE = 32
@@ -37,22 +38,20 @@ class _Rendered:
 
 
 class RenderedJobs:
-    """`view`: what is shown of a job."""
+    """`view`: what a list shows of a job, and of the leader, which is the same during a term."""
 
-    def __init__(self, view: Callable[[ClusterTerm, MasterView, ClusterJob], JobView]) -> None:
+    def __init__(self, view: Callable[[ClusterTerm, ClusterJob, MasterView], Record]) -> None:
         self._view = view
         self._term: ClusterTerm | None = None
-        self._leader: MasterView | None = None
         self._rendered: dict[str, _Rendered] = {}
 
     async def page(
         self, term: ClusterTerm, leader: MasterView, jobs: Sequence[ClusterJob], next_page_token: str
     ) -> bytes:
         """A JobPage."""
-        same = term is self._term and leader == self._leader
-        if not same or len(self._rendered) > len(term.state.jobs):
-            known = self._rendered if same else {}
-            self._term, self._leader = term, leader
+        if term is not self._term or len(self._rendered) > len(term.state.jobs):
+            known = self._rendered if term is self._term else {}
+            self._term = term
             self._rendered = {name: each for name, each in known.items() if name in term.state.jobs}
         contents, made = [], 0
         for job in jobs:
@@ -75,6 +74,6 @@ class RenderedJobs:
         now = clock.monotonic()
         if before is not None and before.is_still(of, now):
             return before
-        content = self._view(term, leader, job).model_dump_json().encode()
+        content = self._view(term, job, leader).model_dump_json().encode()
         found = self._rendered[job.job] = _Rendered(of, leading is not None, now, content)
         return found

@@ -146,13 +146,12 @@ class Client:
         calls."""
         return self._send(post(path_of("jobs"), JobView, key, job))
 
-    def list_jobs(self, *, state: Standing | None = None) -> Iterator[JobView]:
-        """All jobs, or those with one standing, in the order of their submission; without what only `get_job`
-        tells."""
+    def list_jobs(self, *, state: Standing | None = None, newest_first: bool = False) -> Iterator[JobView]:
+        """All jobs, or those with one standing, in the order of their submission, or against it; without what
+        only `get_job` tells."""
+        query = {"state": state, "newest_first": "true" if newest_first else None}
         return self._list(
-            Listing(
-                path_of("jobs"), JobPage, lambda page: (page.jobs, page.next_page_token), {"state": state}
-            )
+            Listing(path_of("jobs"), JobPage, lambda page: (page.jobs, page.next_page_token), query)
         )
 
     def get_job(self, job: str) -> JobView:

@@ -130,12 +130,13 @@ async def list_jobs(
     cluster: ClusterOf,
     request: Request,
     state: Annotated[Standing | None, Query(description="only those with this standing")] = None,
+    newest_first: Annotated[bool, Query(description="begin with the job that was submitted last")] = False,
     page_size: PageSize = 100,
     page_token: PageToken = "",
 ) -> Response:
     """In the order of their submission; without what only getJob tells."""
     term, rendered = cluster.term, request.app.state.rendered_jobs
-    found, token = job_page(term, state, page_size, page_token)
+    found, token = jobs_of_page(term, state, page_size, page_token, newest_first=newest_first)
     content = await rendered.page(term, leader_view(cluster), found, token)
     return Response(content, media_type="application/json")
 
@@ -344,7 +345,7 @@ def of_cluster(view: JobView, found: ClusterJob) -> JobView:
     )
 
 
-def listed_view(term: ClusterTerm, leader: MasterView, found: ClusterJob) -> JobView:
+def listed_view(term: ClusterTerm, found: ClusterJob, leader: MasterView) -> JobView:
     led = term.jobs.get(found.job)
     leading = led.master.current_term if led is not None else None
     if led is None or leading is None:
@@ -353,12 +354,14 @@ def listed_view(term: ClusterTerm, leader: MasterView, found: ClusterJob) -> Job
     return of_cluster(_with_places(view, term.state, found), found)
 
 
-def job_page(
-    term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str
+def jobs_of_page(
+    term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str, *, newest_first: bool
 ) -> tuple[Sequence[ClusterJob], str]:
     """With the token of the next page."""
     found = [each for each in term.state.jobs.values() if standing is None or each.standing is standing]
-    return page_of(found, lambda each: (each.number, each.job), page_size, page_token)
+    return page_of(
+        found, lambda each: (each.number, each.job), page_size, page_token, newest_first=newest_first
+    )
 
 
 def job_task_page(term: ClusterTerm, found: ClusterJob) -> JobTaskPage:

@@ -82,9 +82,9 @@ class CountedViews:
     def __init__(self) -> None:
         self.made: list[str] = []
 
-    def __call__(self, term: Any, leader: MasterView, job: ClusterJob) -> Any:
+    def __call__(self, term: Any, job: ClusterJob, leader: MasterView) -> Any:
         self.made.append(job.job)
-        return listed_view(term, leader, job)
+        return listed_view(term, job, leader)
 
     def take(self) -> list[str]:
         made, self.made = self.made, []
@@ -103,9 +103,11 @@ def test_a_job_is_rendered_again_only_when_what_it_shows_has_changed() -> None:
                 async def listed() -> list[str]:
                     """The jobs that were rendered for it."""
                     answer = await client.get("/v1/jobs")
-                    told = leader_view(leader)
                     page = JobPage(
-                        jobs=tuple(listed_view(leader.term, told, leader.state.jobs[name]) for name in names)
+                        jobs=tuple(
+                            listed_view(leader.term, leader.state.jobs[name], leader_view(leader))
+                            for name in names
+                        )
                     )
                     found = JobPage.model_validate_json(answer.text)
                     if not leader.term.jobs:  # nothing trains
@@ -166,6 +168,25 @@ def test_other_requests_get_their_turns_while_many_jobs_are_rendered() -> None:
             assert len(json.loads(page)["jobs"]) == len(found)
 
     run_virtually(main)
+
+
+async def test_jobs_are_listed_from_the_newest_on_also_while_others_come_and_go() -> None:
+    async with Jobs().leading() as leader, client_of(leader) as client:
+
+        async def page(token: str = "") -> tuple[list[str], str]:
+            query = {"newest_first": "true", "page_size": "3", **({"page_token": token} if token else {})}
+            found = (await client.get("/v1/jobs", params=query)).json()
+            return [job["job"] for job in found["jobs"]], found["next_page_token"]
+
+        for number in range(8):
+            await leader.create_job(job_of(f"j{number}"), None)
+        first, token = await page()
+        assert first == ["j7", "j6", "j5"]
+        await leader.create_job(job_of("j8"), None)
+        second, token = await page(token)
+        assert second == ["j4", "j3", "j2"]
+        assert await page(token) == (["j1", "j0"], "")
+        assert (await page())[0] == ["j8", "j7", "j6"]
 
 
 def test_any_number_of_viewers_of_ended_jobs_costs_a_reading_now_and_then() -> None:

@@ -45,8 +45,8 @@ def test_the_events_of_a_cluster_name_the_token_that_asked(access: Access) -> No
             async with client_with(make_app(leader, access), "admin") as client:
                 assert (await client.post("/v1/jobs", json=wanted("a"))).status_code == 201
                 for what in ("pause", "resume", "cancel"):
-                    assert (await client.post(f"/v1/jobs/a/{what}")).status_code == 200
-                assert (await client.delete("/v1/jobs/a")).status_code == 200
+                    assert (await client.post(f"/v1/jobs/a/{what}?wait_s=10")).status_code == 202
+                assert (await client.delete("/v1/jobs/a?wait_s=10")).status_code == 202
                 schedule = wanted("s", cron="0 0 * * *")
                 assert (await client.post("/v1/schedules", json=schedule)).status_code == 201
                 assert (await client.delete("/v1/schedules/s")).status_code == 200
