@@ -67,7 +67,7 @@ def missing() -> str:
     if shutil.which("docker") is None:
         return "the program docker is not installed"
     try:
-        run(["docker", "version", "--format", "{{.Server.Version}}"], timeout_s=20)
+        run(["docker", "version", "--format", "{{.Server.Version}}"], timeout_s=90)
         compose_command()
     except SoakError as error:
         return str(error)
@@ -79,7 +79,7 @@ def compose_command() -> list[str]:
     for command in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(command[0]):
             try:
-                run([*command, "version"], timeout_s=20)
+                run([*command, "version"], timeout_s=90)
             except SoakError:
                 continue
             return command
