@@ -72,8 +72,8 @@ openapi: $(STAMP) ## write openapi.json: the REST API as a document
 dashboard: $(STAMP) ## build the page at a master's / from master_service/dashboard/source
 	@$(BIN)/python -m clients.build_dashboard
 
-compose-test: $(STAMP) ## with a Docker Engine: build the image, docker compose up, train, resize, kill containers, compare every bit
-	@$(BIN)/python -m tests.compose
+compose-test: $(STAMP) ## with the programs of Docker: build the image, docker compose up, train, resize, kill containers, restart the Engine, compare every bit: make compose-test [ENGINE=FOLDER] [ONLY="volumes restarts s3"]
+	@$(BIN)/python -m tests.compose $(if $(ENGINE),--engine $(ENGINE)) $(foreach part,$(ONLY),--only $(part))
 
 format: $(STAMP) ## rewrite the sources in the house format
 	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .

@@ -44,7 +44,7 @@ from trireme_shared.protocol.errors import NotReady, TriremeError
 from trireme_shared.protocol.records.cluster import Source
 from trireme_shared.protocol.records.datasets import Npy
 from trireme_shared.protocol.records.job_spec import JobSettings
-from trireme_shared.protocol.rest_cluster import ClusterJobView
+from trireme_shared.protocol.rest import JobView
 
 RECORDS, BATCH = 64, 8
 LOOK_S = 1.0
@@ -218,8 +218,9 @@ async def one_wave(
     )
 
 
-async def what_is_wrong(cluster: Cluster, job: ClusterJobView, epochs: int) -> str:
-    trained = (await cluster.client.get_job(job.job)).result.trained_records
+async def what_is_wrong(cluster: Cluster, job: JobView, epochs: int) -> str:
+    result = (await cluster.client.get_job(job.job)).result
+    trained = result.trained_records if result else 0
     if (job.standing, job.starts, trained) == ("COMPLETED", 1, epochs * RECORDS):
         return ""
     return f"{job.job} is {job.standing} ({job.reason}), was started {job.starts} times, {trained} records"
@@ -229,7 +230,7 @@ async def delete(client: AsyncClient, name: str) -> None:
     """Its members may be leaving still."""
     while True:
         try:
-            await client.delete_job(name)
+            await client.wait_for_operation(name, (await client.delete_job(name, wait_s=30.0)).operation_id)
         except NotReady:
             await asyncio.sleep(LOOK_S / 5)
         else:

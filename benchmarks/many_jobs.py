@@ -153,7 +153,7 @@ async def submit(job: Wanted, folder: Path) -> None:
 
 
 def note(job: Wanted, shown: dict[str, Any], now: float) -> None:
-    running = shown["members"]["trainers_running"]
+    running = shown["members"]["trainers"]
     if not job.changes or job.changes[-1][1] != running:
         job.changes.append((now, running))
     job.arrived_s = now if job.arrived_s is None else job.arrived_s

@@ -29,7 +29,7 @@ FILE = "TRIREME_PROBE"
 
 def main() -> None:
     module = sys.argv.pop(1)
-    for name in NEEDS[module]:  # what a fork server would have imported before
+    for name in NEEDS.get(module, ()):  # what a fork server would have imported before
         importlib.import_module(name)
     if os.environ.pop(WITHOUT_METRICS, ""):
         leave_out_metrics()

@@ -1,5 +1,5 @@
 """Many members join: python -m benchmarks.members [--trainers 1000] [--pservers 100] [--join-seconds 10]
-[--json]
+[--json]. With --jobs: a cluster with many jobs and many who look (benchmarks/cluster_members.py).
 
 A real etcd that syncs every write and a real master, each a process; the members are simulated in
 `--processes` others (benchmarks/simulated_members.py): real keys, leases, watches and requests for tasks,
@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks import cluster_members
 from benchmarks.dispatch import LAYOUT, TOKEN, cpu_s, machine_cpu_s, memory_mib
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
@@ -270,11 +271,15 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--tasks", type=int, default=10_000, help="fewer than trainers, asynchronous: the others wait"
     )
     parser.add_argument("--json", action="store_true")
+    cluster_members.add_arguments(parser)
     return parser.parse_args(words)
 
 
 def main() -> None:
     given = arguments()
+    if given.jobs:
+        cluster_members.run(given)
+        return
     telemetry.configure(level="ERROR", service="benchmark")  # stdout is the table's
     result = asyncio.run(measure(given))
     print(json.dumps(asdict(result)) if given.json else _table(result))

@@ -182,11 +182,8 @@ async def resized(
 async def ended(client: AsyncClient, pservers: int, strategy: Strategy) -> ResizeView:
     """The resize once it has ended."""
     key = ids.new_id("benchmark")
-    found = await client.create_resize(ONLY_JOB, key=key, pservers=pservers, strategy=strategy)
-    async with asyncio.timeout(RESIZE_S):
-        while found.state == "RUNNING":
-            found = await client.get_resize(ONLY_JOB, found.resize_id, wait_s=5.0)
-    return found
+    made = await client.create_resize(ONLY_JOB, key=key, pservers=pservers, strategy=strategy)
+    return await client.wait_for_resize(ONLY_JOB, made.operation_id, timeout_s=RESIZE_S)
 
 
 def fewest(mib: int, before: int, after: int) -> float:

@@ -16,13 +16,24 @@ esac
 # A container may have several addresses. Others reach the one from which packets leave: networks without a way out are for etcd alone.
 own_address() {
     python3 -I -S -c 'import socket
-s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-s.connect(("192.0.2.1", 9))  # sends nothing
-print(s.getsockname()[0])' 2>/dev/null || hostname -i | cut -d' ' -f1
+for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+    with socket.socket(family, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect((elsewhere, 9))  # sends nothing
+        except OSError:
+            continue  # a network without IPv4, say
+        print(s.getsockname()[0])
+        break
+else:
+    raise SystemExit(1)' 2>/dev/null || hostname -i | cut -d' ' -f1
 }
 
-export TRIREME_HOST="${TRIREME_HOST:-0.0.0.0}"
 export TRIREME_ADVERTISE="${TRIREME_ADVERTISE:-$(own_address)}"
+case "$TRIREME_ADVERTISE" in
+*:*) export TRIREME_HOST="${TRIREME_HOST:-::}" ;; # IPv6 alone
+*) export TRIREME_HOST="${TRIREME_HOST:-0.0.0.0}" ;;
+esac
+case "${TRIREME_NAME:-}" in /*) unset TRIREME_NAME ;; esac # of a link of Docker's, nobody's setting
 if [ "$role" = host ]; then # its name in the pool is the container's; hosts may share a volume
     export TRIREME_DATA_DIR="${TRIREME_DATA_DIR:-/var/lib/trireme}/$(hostname)"
 else

@@ -17,6 +17,14 @@ if [ -e "$submitted" ]; then
     echo "the example $example was submitted before; again: docker compose run --rm cli submit $script --name $example-2"
     exit 0
 fi
+# compose does not wait for a master that leads: see docker-compose.yml
+until trireme jobs > /dev/null 2>&1; do
+    if [ "$SECONDS" -gt 120 ]; then
+        echo "no master has answered at $TRIREME_URL for 120 s; the last answer:" >&2
+        exec trireme jobs
+    fi
+    sleep 1
+done
 code=0
 trireme submit "$script" --name "$example" || code=$?
 if [ "$code" -ne 0 ] && ! trireme status "$example" > /dev/null 2>&1; then

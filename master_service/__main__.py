@@ -25,9 +25,11 @@ from master_service.storage.job_storage import FileStorage
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.local_script import LocalScripts
 from trireme_shared.platform.membership.settings import CONFIGURATION
-from trireme_shared.platform.runtime import ids, service, telemetry
+from trireme_shared.platform.runtime import ids, output, service, telemetry
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.platform.runtime.process_setup import fix_hash_seed
 from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.access import family_of
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec
@@ -65,8 +67,7 @@ def listen(settings: Settings) -> socket.socket:
 
 
 def _at(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=WAITING)
+    return socket.create_server((host, port), family=family_of(host), backlog=WAITING)
 
 
 def _kept_port(file: Path) -> int:
@@ -85,8 +86,8 @@ def main() -> int:
         "environment: "
         "TRIREME_JOB with TRIREME_SPEC (JSON file, for the job's first master), or without a job "
         "TRIREME_STORAGE (path or URL for "
-        "the files of all jobs) and TRIREME_REBALANCE_S; TRIREME_ETCD, TRIREME_ROOT, TRIREME_HOST, "
-        "TRIREME_PORT, "
+        "the files of all jobs), TRIREME_STORAGE_ALLOWED and TRIREME_REBALANCE_S; TRIREME_ETCD, "
+        "TRIREME_ROOT, TRIREME_HOST, TRIREME_PORT, "
         "TRIREME_PORT_FILE (keeps the port of a free choice), TRIREME_ADVERTISE, TRIREME_NAME, "
         "TRIREME_LOGS (folders of members' logs that it serves), TRIREME_TOKEN, "
         "TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
@@ -98,29 +99,28 @@ def main() -> int:
             "files go there)\n"
         )
         return CONFIGURATION
+    output.patient()
     telemetry.configure(level=settings.log_level, service="master", member=settings.name)
+    settings.look_up_own_name()
     return service.run(lambda stopping: _serve(settings, stopping))
 
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     name = ids.new_id(settings.name)
     listener = listen(settings)
-    host = settings.advertise or settings.host
-    if host in {"0.0.0.0", "::"}:
-        host = socket.gethostname()
-    url = f"{settings.tls.scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    url = f"{settings.tls.scheme}://{settings.advertised}:{listener.getsockname()[1]}"
     access, tls = settings.access, settings.tls.server()
-    etcd = settings.connect()
+    etcd = settings.etcd_access.connect(share_watches=not settings.job)
     master = _master(settings, etcd, name, url)
-    service.ready()
+    service.ready(url)
     service.settled()
     gc.set_threshold(*COLLECTIONS)
     logs = LogSource(settings.logs, by_job=not settings.job)
     api = make_api(master, logs)
     server = Server(guarded(api, master, access, settings.tls.client()), tls=tls)
-    log.info("serving", url=url, master=name)
+    log.info("serving", url=url, master=name, open_files=service.open_files()[1])
     try:
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             serving = group.create_task(server.serve(sockets=[listener]))
             warming = group.create_task(warm_up(api, master))
             try:
@@ -151,6 +151,7 @@ def _master(settings: Settings, etcd: Etcd, name: str, url: str) -> Master | Clu
         name=name,
         url=url,
         storage_url=settings.storage,
+        storage_allowed=settings.storage_allowed,
         ttl_s=ttl_s,
         rebalance_s=settings.rebalance_s,
         job_retention_s=settings.job_retention_s,

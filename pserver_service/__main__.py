@@ -15,6 +15,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trireme_shared import __version__
+
 if TYPE_CHECKING:
     from pserver_service.settings import Settings
 
@@ -38,6 +40,7 @@ def main() -> int:
 
     settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="pserver", job=settings.job)
+    settings.look_up_own_name()
     limit_s = settings.drain_seconds + LEAVE_S
     return service.run(lambda stopping: _serve(settings, stopping), drain_s=limit_s)
 
@@ -60,7 +63,12 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from trireme_shared.protocol.keys import Keys  # noqa: PLC0415
     from trireme_shared.protocol.records import PserverMember  # noqa: PLC0415
     from trireme_shared.serving.data_plane.row_turns import RowTurns  # noqa: PLC0415
-    from trireme_shared.serving.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
+    from trireme_shared.serving.data_plane.server import (  # noqa: PLC0415
+        is_lasting,
+        make_app,
+        serving,
+        socket_path,
+    )
     from trireme_shared.serving.ports import ServerPorts, compile_in_thread  # noqa: PLC0415
     from trireme_shared.serving.pserver import Pserver  # noqa: PLC0415
     from trireme_shared.serving.transport.shared_memory import RegionAllocator  # noqa: PLC0415
@@ -74,7 +82,9 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     background = Background(stopping.is_set)
     try:
         uds = socket_path(settings.uds, pserver.incarnation)
-        async with serving(app, settings.host, settings.port, uds, settings.tls.server()) as listening:
+        async with serving(
+            app, settings.host, settings.port, uds, settings.tls.server(), lenient=is_lasting(settings.uds)
+        ) as listening:
             record = PserverMember(
                 index=-1,
                 url=f"{settings.tls.scheme}://{settings.advertised}:{listening.port}",
@@ -83,6 +93,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
                 pid=os.getpid(),
                 network=own_network(),
                 uds=listening.uds,
+                trireme_version=__version__,
             )
             directory = Directory(etcd, Keys(settings.job, settings.root))
             own_index = OwnIndex(etcd, directory, record, own_number(settings.name), pserver.fits)

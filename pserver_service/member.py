@@ -22,7 +22,9 @@ from pserver_service.handoff.sender import HandOver
 from pserver_service.recovery import Rejoin, Rollback
 from pserver_service.start_rows import StartRowsReader
 from trireme_shared.checkpoints.parts import Checkpointer
+from trireme_shared.platform.etcd.errors import UNUSABLE
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.containment import Containment, LongLivedGroup
 from trireme_shared.protocol.records import Dispatch, Mode, Phase, Stage
 from trireme_shared.protocol.records.operations import saves_on_demand
 
@@ -47,13 +49,13 @@ class Member:
         self.follower = SlotFollower(context)
         self.rollback, self.rejoin = Rollback(context, self.follower), Rejoin(context, self.follower)
         self.start_rows = StartRowsReader(context)
-        saving = self.checkpointer, PausedCopy(context), Independent(context)
-        self._parts = (*saving, self.rollback, self.rejoin, self.start_rows, HandOver(context))
+        self._paused, self._independent = PausedCopy(context), Independent(context)
+        self._hand_over = HandOver(context)
 
     async def serve(self, stopping: asyncio.Event, claim_wait_s: float, drain_seconds: float) -> bool:
         """True: it was asked to stop, has drained and released the index. False: the index is lost. Raises as
         `run`."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             running, following = (
                 group.create_task(self.run(claim_wait_s)),
                 group.create_task(self._directory.run()),
@@ -77,8 +79,18 @@ class Member:
         index = await self._own_index.claim_index(claim_wait_s)
         self._pserver.claimed(index, self._directory, self._own_index, self.start_rows, self.follower)
         self._directory.observers += [self.follower.follow, self._own_index.follow]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part.run()) for part in self._parts]
+        async with LongLivedGroup() as group:
+            # of a failed recovery nobody knows what the store holds: another process begins with a checkpoint
+            tasks = [group.create_task(part.run()) for part in (self.rollback, self.rejoin)]
+            contained = {
+                "saving checkpoints": self.checkpointer.run,
+                "copying for a paused checkpoint": self._paused.run,
+                "saving its own checkpoints": self._independent.run,
+                "reading the rows that tables start with": self.start_rows.run,
+                "handing blocks over": self._hand_over.run,
+            }
+            keep = Containment(UNUSABLE).keep
+            tasks += [group.create_task(keep(run, what)) for what, run in contained.items()]
             holding, unwanted = (
                 group.create_task(wait()) for wait in (self._own_index.hold, self._own_index.unwanted)
             )

@@ -64,7 +64,7 @@ class StartRowsReader:
             place = (reading.header, reading.slots, spec.init_from, spec.init_optimizer)
             try:
                 reading.rows = await self._context.offload(read_start_rows, *place)
-            except (TriremeError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  also of a storage's library: whoever asked is told
                 reading.error = error
             seconds = round(clock.monotonic() - began, 1)
             log.info("start_rows_read", rows=repr(reading.rows), seconds=seconds, error=repr(reading.error))

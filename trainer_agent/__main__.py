@@ -51,6 +51,7 @@ def _train() -> int:
     from trireme_shared.platform.runtime import service, telemetry  # noqa: PLC0415
 
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)
+    settings.look_up_own_name()
     return service.run(lambda stopping: serve(settings, stopping))
 
 

@@ -34,6 +34,7 @@ from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.containment import uninterrupted
 from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.errors import (
     InvalidArgument,
@@ -149,14 +150,15 @@ class Agent:
         name, view = self._member.trainer, self._directory
         view.observers.append(lambda: self._membership.follow(listed=name in view.trainers))
         async with SingleErrorGroup() as group:
-            beside = [group.create_task(self._reports.run()), group.create_task(self._evaluator.run())]
+            parts = [self._reports.run(), self._evaluator.run()]
             if self.collective is not None:
-                beside.append(group.create_task(self.collective.run()))
+                parts.append(self.collective.run())
             if self._spec.mode is Mode.ASYNC:
-                beside.append(group.create_task(self._pauses.run()))
+                parts.append(self._pauses.run())
             if self._life is not None:
-                beside.append(group.create_task(self._life.run(self._membership)))
-            work = group.create_task(self._work())
+                parts.append(self._life.run(self._membership))
+            beside = [group.create_task(uninterrupted(part)) for part in parts]
+            work = group.create_task(uninterrupted(self._work()))
             ends = {
                 group.create_task(self._membership.hold()): LEASE_LOST,
                 group.create_task(self._started_over(timeline)): LEASE_LOST,

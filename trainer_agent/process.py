@@ -40,11 +40,13 @@ from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting import SingleErrorGroup, retry
+from trireme_shared import __version__
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.membership.local_script import LocalScripts, ScriptChanged
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import begun, http, ids, process_setup, service, telemetry
+from trireme_shared.platform.runtime.containment import uninterrupted
 from trireme_shared.platform.runtime.http import own_network
 from trireme_shared.platform.security.access import Access
 from trireme_shared.protocol.errors import (
@@ -116,7 +118,7 @@ async def serve(
         directory = Directory(etcd, Keys(settings.job, settings.root))
         client = await stack.enter_async_context(http.session(settings.own_token, tls=settings.tls.client()))
         group = await stack.enter_async_context(SingleErrorGroup())
-        stack.callback(group.create_task(directory.run()).cancel)
+        stack.callback(group.create_task(uninterrupted(directory.run())).cancel)
         telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
         pages = StatusPages(settings.access)
         port = await stack.enter_async_context(
@@ -215,6 +217,7 @@ async def _train(
         pid=os.getpid(),
         network=own_network(),
         exchange=collective.exchange if collective is not None else None,
+        trireme_version=__version__,
     )
 
     async def offload(work: Callable[..., T], *arguments: Any) -> T:
@@ -361,6 +364,8 @@ def _how(left: begun.Left, spec: JobSpec) -> str:
         )
     if end == "SIGKILL":
         return "was killed by SIGKILL (out of memory?)"
+    if end.startswith("out of memory"):
+        return f"ran {end}"
     if end.startswith("SIG"):
         return f"crashed with {end}"
     return f"ended with {end}" if end else "ended"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import operator
 import os
+import re
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -41,6 +42,7 @@ from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.records.job_choices import JOB_NAME, not_reserved
 
 WAIT_S = 30.0  # for all members to begin an operation; then the group is built anew, until timeout_s is over
 MANIFEST_BYTES = 8 << 20  # of what a member called, tensor by tensor: told only if the members differ
@@ -109,7 +111,10 @@ class CollectiveCommunicator:
         self._seen: tuple[int, int, int] = (-1, 0, 0)
         self._joined = share_state
         self._background = Background(
-            access, Keys(job, os.environ.get("TRIREME_ROOT", "trireme")), self.settings
+            access,
+            Keys(job, os.environ.get("TRIREME_ROOT", "trireme")),
+            self.settings,
+            own_name=job != os.environ.get("TRIREME_JOB"),
         )
         self._background.start(self.settings.timeout_s)
         atexit.register(self.close)
@@ -356,9 +361,15 @@ def as_float(value: Any) -> float | None:
 def job_of(job: Any) -> str:
     """Raises InvalidArgument."""
     name = os.environ.get("TRIREME_JOB", "") if job is None or job == "" else job
-    if not isinstance(name, str) or not name or "/" in name:
-        raise InvalidArgument(f"the job is {name!r}; give a name without '/', job= or TRIREME_JOB")
-    return name
+    if not isinstance(name, str) or not re.fullmatch(JOB_NAME, name):
+        raise InvalidArgument(
+            f"the job is {name!r}; give a name of lower-case letters, digits and hyphens, at most 63, as "
+            "job= or TRIREME_JOB"
+        )
+    try:
+        return not_reserved(name)
+    except ValueError as error:
+        raise InvalidArgument(f"the job is {name!r}: {error}") from error
 
 
 def access_of(etcd: str | Sequence[str] | None) -> EtcdAccess:

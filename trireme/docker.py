@@ -25,7 +25,8 @@ from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import client_of
 from trireme_shared.platform.membership.settings import MemberSettings
-from trireme_shared.platform.runtime import service, telemetry
+from trireme_shared.platform.runtime import output, service, telemetry
+from trireme_shared.platform.runtime.containment import Containment
 from trireme_shared.protocol.errors import InvalidArgument, NotFound, NotLeader, PeerError
 from trireme_shared.protocol.records.cluster import Kind
 
@@ -64,6 +65,7 @@ def main() -> int:
         "docs/cluster.md.",
     ).parse_args()
     settings = Settings.from_environment()
+    output.patient()
     telemetry.configure(level=settings.log_level, service="docker_launcher")
     return service.run(lambda stopping: serve(settings, stopping))
 
@@ -83,7 +85,11 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> int:
         service.ready()
         async with asyncio.TaskGroup() as group:
             sizing = PoolSize(launcher, bounds, Leader(settings).connect, _tell)
-            beside = [group.create_task(launcher.run()), group.create_task(sizing.run())]
+            keep = Containment().keep
+            beside = [
+                group.create_task(keep(launcher.run, "following the containers")),
+                group.create_task(keep(sizing.run, "following what jobs need")),
+            ]
             await stopping.wait()
             for task in beside:
                 task.cancel()

@@ -24,6 +24,13 @@ from trireme.settings import Setting, UsageError
 from trireme_shared.platform.etcd import Compare, Etcd, Get, NoSpace, Put, Unauthenticated
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.etcd_access import PASSWORD, EtcdAccess, split
+from trireme_shared.platform.membership.names import (
+    NameUse,
+    check_free,
+    deletion_of_job,
+    forget_communicator,
+    uses_of,
+)
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import CallerError, Conflict, PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.keys import Keys
@@ -125,14 +132,21 @@ async def claim(access: EtcdAccess, keys: Keys, wanted: Claim) -> None:
     try:
         stored = await etcd.get(keys.spec, timeout_s=ANSWER_S)
         known = read_record(JobSpec, keys.spec, stored.value if stored else None)
-        some = bool((await etcd.range(keys.prefix, prefix=True, limit=1, keys_only=True)).kvs)
+        deletion = deletion_of_job(keys)
+        looks = [Get(part.key, part.end, limit=1, keys_only=True) for part in deletion]
+        there = await etcd.txn([], looks, timeout_s=ANSWER_S)
+        some = any(there.range(index).kvs for index in range(len(looks)))
+        if not wanted.resumes:  # the script of the run that is resumed may have a communicator
+            uses = await uses_of(etcd, keys, timeout_s=ANSWER_S)
+            check_free(keys.job, uses, NameUse.RUN, "use another name: --job NAME")
         _check_owner(access, keys, known, wanted, some=some)
         if not some:
             return
         await _revoke_dead(etcd, keys)
         await _wait_until_nobody_runs(etcd, access, keys)
         if not wanted.resumes:
-            await etcd.delete(keys.prefix, prefix=True)
+            await forget_communicator(etcd, keys, timeout_s=ANSWER_S)
+            await etcd.txn([], deletion, timeout_s=ANSWER_S)
     except Conflict:
         raise
     except TriremeError as error:

@@ -13,7 +13,7 @@ import sys
 
 from trireme.pool.host_agent import HostAgent
 from trireme.pool.settings import Settings
-from trireme_shared.platform.runtime import service, telemetry
+from trireme_shared.platform.runtime import output, service, telemetry
 
 RELEASE_S = 30.0
 
@@ -31,11 +31,14 @@ def main() -> int:
         "pool), TRIREME_CORES (that the places share), "
         "TRIREME_DATA_DIR (logs and scripts), TRIREME_HOST, "
         "TRIREME_PORT (of /healthz, /readyz and /metrics), TRIREME_ADVERTISE, TRIREME_TOKEN, "
-        "TRIREME_DRAIN_SECONDS, TRIREME_AGENT_TTL_S, TRIREME_LOG_LEVEL. Other TRIREME_* "
+        "TRIREME_DRAIN_SECONDS, TRIREME_AGENT_TTL_S, TRIREME_LOG_LEVEL, TRIREME_LOG_BYTES (of one log) "
+        "and TRIREME_LOGS_BYTES (of all together). Other TRIREME_* "
         "variables reach its children.",
     ).parse_args()
     settings = Settings.from_environment()
+    output.patient()
     telemetry.configure(level=settings.log_level, service="host", member=settings.name)
+    settings.look_up_own_name()
     # parameter servers leave before trainers
     return service.run(
         lambda stopping: _serve(settings, stopping), drain_s=2 * settings.drain_seconds + RELEASE_S

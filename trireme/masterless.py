@@ -46,6 +46,7 @@ def main() -> int:
     ).parse_args()
     settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)
+    settings.look_up_own_name()
     return service.run(lambda stopping: _serve(settings, stopping))
 
 

@@ -81,6 +81,7 @@ from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, metric
 from trireme_shared.protocol.records import EvaluationSums, JobSpec, TaskKind
 from trireme_shared.protocol.records.job_choices import Precision
 from trireme_shared.protocol.records.tasks import BestEvaluation
+from trireme_shared.protocol.urls import without_passwords
 
 REPORT_SECONDS = 2.0
 
@@ -123,7 +124,8 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         print(str(error.details.get("traceback") or error.message).rstrip(), file=sys.stderr)  # noqa: T201
         raise SystemExit(1) from error
     except TriremeError as error:
-        print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)  # noqa: T201
+        told = f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else "")
+        print(without_passwords(told), file=sys.stderr)  # noqa: T201
         raise SystemExit(2 if isinstance(error, settings.UsageError) else 1) from error
     return result
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import tempfile
 from collections.abc import Mapping
@@ -53,8 +54,16 @@ class Inspection:
 
 
 def check_path(script: Path) -> None:
-    """Raises UsageError if there is no such file."""
-    if not script.is_file():
+    """Raises UsageError if there is no such file, or this user may not read it."""
+    try:
+        there = script.is_file()
+        if there:
+            script.open("rb").close()
+    except PermissionError as error:
+        msg = f"{script} cannot be read by this user ({os.getuid()}): {error.strerror}"
+        hint = "let it read the file, and enter the folders above it: chmod -R a+rX FOLDER"
+        raise UsageError(msg, hint=hint) from error
+    if not there:
         what = "is a directory" if script.is_dir() else "does not exist"
         msg = (
             f"{script} {what}; give the path of a Python file that defines model, dataset, loss and "

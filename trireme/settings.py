@@ -17,10 +17,12 @@ from pydantic import ValidationError
 
 from trireme.config import Config
 from trireme.validation import allowed_name, field_problems, problems_of, without_auto
+from trireme_shared.platform.runtime.variables import without_service_links
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Strategy
 from trireme_shared.protocol.records.job_choices import RENAMED
+from trireme_shared.protocol.records.job_spec import check_size
 
 SETTINGS = tuple(field.name for field in fields(Config))
 ETCD_SETTINGS = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
@@ -85,9 +87,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Source:
     _refuse_renamed(
         (name for name in RENAMED if environment.get(f"TRIREME_{name.upper()}")), "the environment"
     )
-    return Source(
-        {names[key]: value for key, value in environment.items() if key in names and value}, "TRIREME_{}"
-    )
+    given = without_service_links(environment)
+    return Source({names[key]: value for key, value in given.items() if key in names and value}, "TRIREME_{}")
 
 
 def from_toml(path: Path) -> Source:
@@ -167,14 +168,16 @@ def origins_of(settings: Mapping[str, Setting]) -> dict[str, str]:
 
 def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
     """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises
-    UsageError."""
+    UsageError; TooLarge."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
     if isinstance(values.get("init_from"), str):  # members have other working directories
         values["init_from"] = files.absolute(values["init_from"])
     try:
-        return JobSpec.model_validate({**without_auto(values), **fixed})
+        spec = JobSpec.model_validate({**without_auto(values), **fixed})
     except ValidationError as error:
         raise UsageError("; ".join(problems_of(error, origins_of(settings)))) from error
+    check_size(spec)
+    return spec
 
 
 def check_fields(settings: Mapping[str, Setting]) -> None:

@@ -211,11 +211,11 @@ async def _counted_in(cluster: LocalCluster, number: int) -> None:
 async def _resize(cluster: LocalCluster, trainers: int) -> None:
     key = ids.new_id("join")
     job, made = cluster.spec.job, None
-    while made is None or made.state == "RUNNING":
+    while made is None or made.running:
         with suppress(PeerError, DeadlineExceeded):
             async with client_of(await cluster.master_url()) as client:
                 made = await (
-                    client.get_resize(job, made.resize_id, wait_s=1.0)
+                    client.get_operation(job, made.operation_id, wait_s=1.0)
                     if made
                     else client.create_resize(job, key=key, trainers=trainers)
                 )

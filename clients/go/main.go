@@ -65,7 +65,7 @@ func main() {
 				return found
 			}
 			if time.Now().After(end) {
-				panic(fmt.Sprintf("still %s: %s", found.Phase, found.Reason))
+				panic(fmt.Sprintf("still %s: %s", found.State, found.Reason))
 			}
 			time.Sleep(100 * time.Millisecond)
 		}
@@ -102,24 +102,31 @@ func main() {
 		token = page.GetNextPageToken()
 	}
 
+	// ended gives the operation once it has ended well.
+	ended := func(operation *trireme.Operation) *trireme.Operation {
+		for operation.GetState() == "RUNNING" {
+			operation = good(client.OperationsAPI.GetOperation(ctx, operation.OperationId, job).WaitS(4).Execute())
+		}
+		if operation.GetState() != "DONE" {
+			panic(fmt.Sprintf("%s %s: %s", operation.Kind, operation.GetState(), operation.GetReason()))
+		}
+		return operation
+	}
+	readJob := func() *trireme.JobView { return good(client.JobsAPI.GetJob(ctx, job).Execute()) }
+
 	cause := trireme.NewCreateCheckpoint()
 	cause.SetCause("scenario")
-	operation := good(client.CheckpointsAPI.CreateCheckpoint(ctx, job).CreateCheckpoint(*cause).IdempotencyKey(newKey()).Execute())
-	for operation.GetState() == "RUNNING" {
-		operation = good(client.OperationsAPI.GetOperation(ctx, operation.OperationId, job).WaitS(4).Execute())
-	}
+	operation := ended(good(client.CheckpointsAPI.CreateCheckpoint(ctx, job).CreateCheckpoint(*cause).IdempotencyKey(newKey()).Execute()))
 
 	numbers := trireme.NewCreateResize()
 	numbers.SetTrainers(2)
-	resize := good(client.ResizesAPI.CreateResize(ctx, job).CreateResize(*numbers).IdempotencyKey(newKey()).Execute())
-	for resize.State == "RUNNING" {
-		resize = good(client.ResizesAPI.GetResize(ctx, resize.ResizeId, job).WaitS(4).Execute())
-	}
+	resize := ended(good(client.ResizesAPI.CreateResize(ctx, job).CreateResize(*numbers).IdempotencyKey(newKey()).Execute())).GetResize()
 
-	good(client.JobsAPI.PauseJob(ctx, job).IdempotencyKey(newKey()).Execute())
-	paused := jobWhen(func(found *trireme.JobView) bool { return found.GetStanding() == "PAUSED" })
-	good(client.JobsAPI.ResumeJob(ctx, job).IdempotencyKey(newKey()).Execute())
-	jobWhen(func(found *trireme.JobView) bool { return found.GetStanding() == "ACTIVE" && step(found) > step(paused) })
+	before := step(readJob())
+	ended(good(client.JobsAPI.PauseJob(ctx, job).WaitS(4).IdempotencyKey(newKey()).Execute()))
+	paused := readJob()
+	ended(good(client.JobsAPI.ResumeJob(ctx, job).IdempotencyKey(newKey()).Execute()))
+	jobWhen(func(found *trireme.JobView) bool { return found.State == "RUNNING" && step(found) > before })
 
 	events := []int64{}
 	for after := int64(0); len(events) < 3; {
@@ -139,8 +146,8 @@ func main() {
 	if !typed {
 		panic(fmt.Sprintf("no problem: %T", failure.Model()))
 	}
-	good(client.JobsAPI.CancelJob(ctx, job).IdempotencyKey(newKey()).Execute())
-	cancelled := jobWhen(func(found *trireme.JobView) bool { return found.GetStanding() == "CANCELLED" })
+	ended(good(client.JobsAPI.CancelJob(ctx, job).IdempotencyKey(newKey()).Execute()))
+	cancelled := readJob()
 	told, err := json.Marshal(map[string]any{
 		"version":    good(client.SystemAPI.GetVersion(ctx).Execute()).Version,
 		"same":       created.GetCreateTime() == again.GetCreateTime(),
@@ -151,7 +158,7 @@ func main() {
 		"trainers":   resize.Trainers,
 		"events":     events,
 		"problem":    problem.Code,
-		"standing":   cancelled.GetStanding(),
+		"states":     []string{paused.State, cancelled.State},
 	})
 	if err != nil {
 		panic(err)

@@ -15,7 +15,7 @@ from trireme_api.api.checkpoints import create_checkpoint
 from trireme_api.api.events import list_events
 from trireme_api.api.jobs import cancel_job, create_job, get_job, pause_job, resume_job
 from trireme_api.api.operations import get_operation
-from trireme_api.api.resizes import create_resize, get_resize
+from trireme_api.api.resizes import create_resize
 from trireme_api.api.system import get_version
 from trireme_api.api.tasks import get_task, list_tasks
 from trireme_api.models import (
@@ -27,7 +27,7 @@ from trireme_api.models import (
     Npy,
     Operation,
     Problem,
-    ResizeView,
+    Resize,
     Scheduling,
     Source,
 )
@@ -52,6 +52,15 @@ def job_when(holds: Callable[[JobView], bool]) -> JobView:
         assert time.monotonic() < end, found
         time.sleep(0.1)
     return found
+
+
+def ended(begun: Operation | Problem | None) -> Operation:
+    """The operation once it has ended well."""
+    operation = good(begun)
+    while operation.state == "RUNNING":
+        operation = good(get_operation.sync(job, operation.operation_id, client=client, wait_s=4.0))
+    assert operation.state == "DONE", operation
+    return operation
 
 
 settings = JobSettings(
@@ -80,31 +89,26 @@ while pages == 0 or token:
     tasks += [task.task_id for task in page.tasks]
     token, pages = page.next_page_token or "", pages + 1
 
-operation = good(
+operation = ended(
     create_checkpoint.sync(
         job, client=client, body=CreateCheckpoint(cause="scenario"), idempotency_key=uuid.uuid4().hex
     )
 )
-while operation.state == "RUNNING":
-    operation = good(get_operation.sync(job, operation.operation_id, client=client, wait_s=4.0))
 
 # of a later version
 newer = Operation.from_dict({**operation.to_dict(), "state": "SUSPENDED", "kind": "MOVE"})
 assert (newer.state, newer.kind) == ("SUSPENDED", "MOVE"), newer
 
-begun = good(
+resize = ended(
     create_resize.sync(job, client=client, body=CreateResize(trainers=2), idempotency_key=uuid.uuid4().hex)
-)
-assert isinstance(begun, ResizeView), begun
-resize = begun
-while resize.state == "RUNNING":
-    resize = good(get_resize.sync(job, resize.resize_id, client=client, wait_s=4.0))
+).resize
+assert isinstance(resize, Resize), resize
 
-good(pause_job.sync(job, client=client))
-paused = job_when(lambda found: found.standing == "PAUSED")
-good(resume_job.sync(job, client=client))
-step = paused.progress.step or 0
-job_when(lambda found: found.standing == "ACTIVE" and (found.progress.step or 0) > step)
+step = good(get_job.sync(job, client=client)).progress.step or 0
+ended(pause_job.sync(job, client=client, wait_s=4.0))
+paused = good(get_job.sync(job, client=client))
+ended(resume_job.sync(job, client=client))
+job_when(lambda found: found.state == "RUNNING" and (found.progress.step or 0) > step)
 
 events: list[int] = []
 while len(events) < 3:
@@ -115,8 +119,8 @@ while len(events) < 3:
 
 unknown = get_task.sync(job, "no-such-task", client=client)
 assert isinstance(unknown, Problem), unknown
-good(cancel_job.sync(job, client=client))
-cancelled = job_when(lambda found: found.standing == "CANCELLED")
+ended(cancel_job.sync(job, client=client))
+cancelled = good(get_job.sync(job, client=client))
 print(
     json.dumps(
         {
@@ -129,7 +133,7 @@ print(
             "trainers": resize.trainers,
             "events": events,
             "problem": unknown.code,
-            "standing": cancelled.standing,
+            "states": [paused.state, cancelled.state],
         }
     )
 )

@@ -53,7 +53,7 @@ const asked = {
   scheduling: { max_trainers: 1 },
 } satisfies Schemas["CreateJob"];
 
-async function createJob(key: string): Promise<Schemas["ClusterJobView"]> {
+async function createJob(key: string): Promise<Schemas["JobView"]> {
   return good(await client.POST("/v1/jobs", { params: { header: { "Idempotency-Key": key } }, body: asked }));
 }
 
@@ -74,30 +74,33 @@ do {
 } while (token !== "");
 
 const header = () => ({ "Idempotency-Key": randomUUID() });
-let operation = good(
+
+/** The operation once it has ended well. */
+async function ended(begun: Answer<Schemas["Operation"]>): Promise<Schemas["Operation"]> {
+  let operation = good(begun);
+  while (operation.state === "RUNNING") {
+    const params = { path: { ...path, operation_id: operation.operation_id }, query: { wait_s: 4 } };
+    operation = good(await client.GET("/v1/jobs/{job}/operations/{operation_id}", { params }));
+  }
+  if (operation.state !== "DONE") throw new Error(JSON.stringify(operation));
+  return operation;
+}
+
+const readJob = async () => good(await client.GET("/v1/jobs/{job}", { params: { path } }));
+
+const operation = await ended(
   await client.POST("/v1/jobs/{job}/checkpoints", { params: { path, header: header() }, body: { cause: "scenario" } }),
 );
-while (operation.state === "RUNNING") {
-  const named = { ...path, operation_id: operation.operation_id };
-  const params = { path: named, query: { wait_s: 4 } };
-  operation = good(await client.GET("/v1/jobs/{job}/operations/{operation_id}", { params }));
-}
-
-const begun = good(
+const { resize } = await ended(
   await client.POST("/v1/jobs/{job}/resizes", { params: { path, header: header() }, body: { trainers: 2 } }),
 );
-if (!("resize_id" in begun)) throw new Error(`no resize: ${JSON.stringify(begun)}`);
-let resize: Schemas["ResizeView"] = begun;
-while (resize.state === "RUNNING") {
-  const params = { path: { ...path, resize_id: resize.resize_id }, query: { wait_s: 4 } };
-  resize = good(await client.GET("/v1/jobs/{job}/resizes/{resize_id}", { params }));
-}
+if (!resize) throw new Error("no resize");
 
-good(await client.POST("/v1/jobs/{job}/pause", { params: { path } }));
-const paused = await jobWhen((found) => found.standing === "PAUSED");
-good(await client.POST("/v1/jobs/{job}/resume", { params: { path } }));
-const step = paused.progress.step ?? 0;
-await jobWhen((found) => found.standing === "ACTIVE" && (found.progress.step ?? 0) > step);
+const step = (await readJob()).progress.step ?? 0;
+await ended(await client.POST("/v1/jobs/{job}/pause", { params: { path, query: { wait_s: 4 } } }));
+const paused = await readJob();
+await ended(await client.POST("/v1/jobs/{job}/resume", { params: { path } }));
+await jobWhen((found) => found.state === "RUNNING" && (found.progress.step ?? 0) > step);
 
 const events: number[] = [];
 while (events.length < 3) {
@@ -109,8 +112,8 @@ while (events.length < 3) {
 const named = { ...path, task_id: "no-such-task" };
 const unknown = await client.GET("/v1/jobs/{job}/tasks/{task_id}", { params: { path: named } });
 if (unknown.error === undefined) throw new Error("a task that does not exist was shown");
-good(await client.POST("/v1/jobs/{job}/cancel", { params: { path } }));
-const cancelled = await jobWhen((found) => found.standing === "CANCELLED");
+await ended(await client.POST("/v1/jobs/{job}/cancel", { params: { path } }));
+const cancelled = await readJob();
 console.log(
   JSON.stringify({
     version: good(await client.GET("/v1/version")).version,
@@ -122,6 +125,6 @@ console.log(
     trainers: resize.trainers,
     events,
     problem: unknown.error.code,
-    standing: cancelled.standing,
+    states: [paused.state, cancelled.state],
   }),
 );

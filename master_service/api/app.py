@@ -25,8 +25,10 @@ from master_service.api.middleware import (
 from master_service.api.openapi import documentation
 from master_service.api.openapi.document import document_of
 from master_service.api.openapi.documentation import DocumentedPaths
+from master_service.api.rendered import RenderedJobs
 from master_service.api.routes import events, job, jobs, logs, operations, system, tasks
 from master_service.api.routes.dependencies import job_in_path
+from master_service.api.routes.jobs import listed_view
 from master_service.api.routes.logs import LogSource
 from master_service.api.routes.tasks import DirectTaskLeases
 from master_service.api.server_sent import Streams
@@ -95,6 +97,7 @@ def make_api(jobs: JobsLed, logs_of: LogSource | None = None) -> FastAPI:
     app = api_of(clustered=isinstance(jobs, ClusterMaster))
     app.state.jobs = jobs
     app.state.streams = Streams()
+    app.state.rendered_jobs = RenderedJobs(listed_view)
     app.state.logs = logs_of or LogSource()
     return app
 
@@ -129,7 +132,10 @@ def api_of(*, clustered: bool) -> FastAPI:
     app.include_router(documentation.router)
     app.include_router(system.router)
     app.include_router(system.open_router)
-    paths = DocumentedPaths(app.openapi, beside=documentation.PATHS)
+    streams = {
+        path: names for path, names in (events.STREAMS | logs.STREAMS).items() if clustered or "{job}" in path
+    }
+    paths = DocumentedPaths(app.openapi, beside=dict.fromkeys(documentation.PATHS) | streams)
     problems.install(app, paths)
     app.add_middleware(EveryMethod, paths=paths)
     app.add_middleware(Bounded)

@@ -1,6 +1,6 @@
 """What stands before all routes, in the order in which a request meets it.
 
-Guarded              who may use which route, before a body is read
+Guarded              who may use which route, before a body is read; what is refused or changed, in the log
 ForwardedToLeader    pages at a standby: the leader answers
 Bounded              the id of each request, the body's size, end and depth, bugs as problems
 EveryMethod          HEAD, OPTIONS, and names that would be ignored in silence
@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections import defaultdict
 from collections.abc import Callable
+from http import HTTPStatus
 from urllib.parse import parse_qsl
 
 import aiohttp
+from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -26,16 +29,24 @@ from master_service.api.problems import invalid, problem_of, problem_of_bug, pro
 from master_service.api.server_sent import until_gone
 from master_service.cluster.leader import JobsLed
 from trireme_shared.platform.runtime import http, telemetry
-from trireme_shared.platform.security.access import CHALLENGE, READING, Access, Asked
+from trireme_shared.platform.runtime.telemetry import Tally
+from trireme_shared.platform.security.access import CALLER, CHALLENGE, READING, Access, Asked, Caller
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import NotLeader, NotReady, TooLarge, TriremeError, Unauthorized
-from trireme_shared.protocol.rest import ProblemPart
+from trireme_shared.protocol.rest import Problem, ProblemPart
+from trireme_shared.protocol.urls import without_passwords
 
 HEALTH = frozenset({"/healthz", "/readyz"})
 PAGES = frozenset({"/", "/about", "/docs", "/openapi.json"})  # the same for everybody, nothing of a job
 FILES_OF_PAGES = ("/docs/", "/dashboard/")
 OF_MEMBERS = frozenset({"task-leases", "metric-batches"})  # resources below a job that members write
 OF_ONE_MEMBER = frozenset({"suspect", "failures"})  # members/{member_id}/...
+FAILED = HTTPStatus.BAD_REQUEST  # the first status of those that tell of a failure
+PASSING = frozenset({NotLeader.code, NotReady.code})  # every member asks again and again until it is over
+PASSING_S = 10.0  # of these the log has one line within so many seconds, with their number
+PATH_CHARACTERS = 300
+
+log = telemetry.logger("rest")
 
 
 def role_needed(method: str, path: str) -> Role | None:
@@ -62,29 +73,69 @@ def _is_of_members(path: str) -> bool:
 
 
 class Guarded:
-    """ASGI, around `app`. Health answers every request."""
+    """ASGI, around `app`. Health answers every request.
+
+    refused by `access` ─► the log has it, with others of its kind
+    answered with 4xx, 5xx ─► a line in the log, with the request's id
+    something was changed by an admin ─► a line in the log, with the name of the token
+    """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
+        self._passing: defaultdict[str, Tally] = defaultdict(Tally)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or (scope["path"] in HEALTH and scope["method"] in READING):
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        request_id = scope["request_id"] = request_id_of(headers)
+        needed = role_needed(scope["method"], scope["path"])
         try:
-            role = self._check(scope, headers)
+            caller = self._check(scope, headers, needed)
         except TriremeError as error:
-            request_id = request_id_of(headers)
             more = {"X-Request-Id": request_id}
             if isinstance(error, Unauthorized):
                 more["WWW-Authenticate"] = CHALLENGE
             await problem_response(problem_of(error, request_id), more)(scope, receive, send)
             return
-        scope.setdefault("state", {})["role"] = role
-        await self._app(scope, receive, send)
+        scope.setdefault("state", {})["caller"] = caller
+        status = 200
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> Role | None:
+        async def seen_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if status < FAILED and needed is Role.ADMIN:
+                    log.info("request_done", status=status, **_about(scope, caller))
+            elif status >= FAILED:
+                self._note_failure(message.get("body", b""), status, _about(scope, caller))
+                status = 200  # once
+            await send(message)
+
+        token = CALLER.set(caller)
+        try:
+            await self._app(scope, receive, seen_send)
+        finally:
+            CALLER.reset(token)
+
+    def _note_failure(self, body: bytes, status: int, about: dict[str, str]) -> None:
+        try:
+            problem = Problem.model_validate_json(body)
+        except ValidationError:  # of a HEAD, say
+            log.info("request_failed", status=status, **about)
+            return
+        tell = log.warning if status >= HTTPStatus.INTERNAL_SERVER_ERROR else log.info
+        count = 1
+        if problem.code in PASSING:
+            tally = self._passing[problem.code]
+            tally.add()
+            count = tally.due(PASSING_S)
+        if count:
+            failure = {"status": status, "code": problem.code, "cause": problem.detail}
+            tell("request_failed", **failure, count=count, **about)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes], needed: Role | None) -> Caller | None:
         def text(name: bytes) -> str:
             return headers.get(name, b"").decode("utf-8", "surrogateescape")
 
@@ -96,8 +147,21 @@ class Guarded:
             content_type=text(b"content-type"),
             authorization=text(b"authorization"),
             address=str((scope.get("server") or ("",))[0]),
+            peer=str((scope.get("client") or ("",))[0]),
+            request_id=scope["request_id"],
         )
-        return self._access.admit(asked, role_needed(scope["method"], scope["path"]))
+        return self._access.admit(asked, needed)
+
+
+def _about(scope: Scope, caller: Caller | None) -> dict[str, str]:
+    """What a line in the log says of a request."""
+    return {
+        "method": scope["method"],
+        "path": scope["path"][:PATH_CHARACTERS],
+        "request_id": scope["request_id"],
+        "token": caller.token if caller is not None else "",
+        "peer": str((scope.get("client") or ("",))[0]),
+    }
 
 
 FORWARD_HEADER, FORWARD_WANTED = b"trireme-forward", b"leader"
@@ -173,6 +237,7 @@ class ForwardedToLeader:
     async def _pass_on(self, leader: str, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
         """Whether the leader answered."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers["x-request-id"] = scope["request_id"]  # both logs have the same one
         path = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
         query = scope["query_string"].decode("latin-1")
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0, sock_read=SILENT_S)
@@ -231,12 +296,9 @@ DEPTH = 100
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-log = telemetry.logger("rest")
-
-
 class Bounded:
     """Around all routes: an id for every request (or the caller's own), bodies up to MAX_BODY_BYTES, text
-    that can be encoded again, bugs as problems."""
+    that can be encoded again, bugs as problems, no passwords of URLs in answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -246,7 +308,9 @@ class Bounded:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = scope["request_id"] = request_id_of(headers)
+        request_id = scope.setdefault("request_id", request_id_of(headers))
+        if shows_users_texts(scope["path"]):
+            send = WithoutPasswords(send)
         started = False
 
         async def named_send(message: Message) -> None:
@@ -276,6 +340,46 @@ class Bounded:
                 raise
             response = problem_response(problem_of_bug(request_id))
             await response(scope, receive, named_send)
+
+
+def shows_users_texts(path: str) -> bool:
+    """Not of a script, which is shown as it is: who runs it needs it whole. Members get the URLs that they
+    open."""
+    return path.startswith("/v1/") and not _is_of_members(path) and not path.endswith("/source")
+
+
+class WithoutPasswords:
+    """Sends an answer without the passwords of the URLs in it: of a spec, a reason, an event, a log, whoever
+    made the text. A stream sends whole messages."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._head: Message | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message  # sent with the first part of the body: that may get shorter
+            return
+        body, head = message.get("body", b""), self._head
+        if b"://" in body:
+            message = {
+                **message,
+                "body": without_passwords(body.decode("utf-8", "surrogateescape")).encode(
+                    "utf-8", "surrogateescape"
+                ),
+            }
+        if head is not None:
+            self._head = None
+            if len(message.get("body", b"")) != len(body):
+                head = {
+                    **head,
+                    "headers": [
+                        (name, b"%d" % len(message["body"]) if name == b"content-length" else value)
+                        for name, value in head["headers"]
+                    ],
+                }
+            await self._send(head)
+        await self._send(message)
 
 
 async def read_body(receive: Receive) -> bytes | None:

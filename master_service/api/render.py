@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -62,28 +64,39 @@ SCANNED_AT_ONCE = 10_000
 def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> JobView:
     """`stalled`: for whom it waits, empty if it makes progress."""
     spec, state = job.spec, job.state
+    return summary(job, metrics, master, stalled).with_fields(
+        stage=state.stage,
+        generation=state.generation,
+        failure=state.failure,
+        evaluation=evaluation(job),
+        losses=job.losses,
+        result=state.result,
+        settings=spec,
+        sources=spec.sources,
+    )
+
+
+def summary(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> JobView:
+    """As lists have it."""
+    spec = job.spec
     phase, reason = standing(job)
     return JobView(
         job=spec.job,
+        state=phase,
         phase=phase,
-        stage=state.stage,
-        mode=spec.mode,
-        generation=state.generation,
         reason=reason,
-        failure=state.failure,
         stalled=stalled,
+        mode=spec.mode,
         progress=progress(job, metrics, stalled=bool(stalled)),
-        evaluation=evaluation(job),
         members=MemberCounts(
             trainers=len(job.members.trainers),
             trainers_desired=spec.trainers,
             pservers=len(job.members.pservers),
             pservers_desired=spec.pservers,
         ),
-        losses=job.losses,
-        result=state.result,
         master=master,
-        spec=spec,
+        script=spec.script,
+        storage=spec.storage,
     )
 
 
@@ -155,25 +168,25 @@ def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_toke
     queue = job.queues.get(kind)
     if queue is None:
         raise NotFound(f"the job has no {kind} tasks")
-    start, now = offset_of(page_token), clock.monotonic()
+    now = clock.monotonic()
     if state in ("PENDING", "REQUEUED"):
-        ids = sorted(queue.pending if state == "PENDING" else queue.requeued, key=queue.streams.number)
-        chosen, token = page_of(ids, start, page_size)
+        ids = queue.pending if state == "PENDING" else queue.requeued
+        chosen, token = page_of(ids, lambda each: (queue.streams.number(each),), page_size, page_token)
         views = tuple(_task_view(queue, task_id, state, now) for task_id in chosen)
         return TaskPage(tasks=views, next_page_token=token)
     if state == "DISCARDED":
-        lost, token = page_of(sorted(queue.discarded), start, page_size)
+        lost, token = page_of(queue.discarded, lambda each: each, page_size, page_token)
         views = tuple(_task_view(queue, task_id, state, now, epoch) for epoch, task_id in lost)
         return TaskPage(tasks=views, next_page_token=token)
     found: list[TaskView] = []
-    number = start
+    number = start = number_after(page_token)
     while number < min(queue.total, start + SCANNED_AT_ONCE) and len(found) < page_size:
         task_id = queue.streams.task_id(number)
         its_state = queue.state_of(task_id)
         if state is None or its_state == state:
             found.append(_task_view(queue, task_id, its_state, now))
         number += 1
-    return TaskPage(tasks=tuple(found), next_page_token=str(number) if number < queue.total else "")
+    return TaskPage(tasks=tuple(found), next_page_token=token_of(number - 1) if number < queue.total else "")
 
 
 def _task_view(
@@ -210,9 +223,9 @@ def _task_view(
 
 
 def members(job: Job, page_size: int, page_token: str) -> MemberPage:
-    pservers = [job.members.pservers[index] for index in sorted(job.members.pservers)]
-    everyone: list[PserverMember | TrainerMember] = [*pservers, *job.members.trainers.values()]
-    page, token = page_of(everyone, offset_of(page_token), page_size)
+    everyone: list[TrainerMember | PserverMember] = [*job.members.pservers.values()]
+    everyone += job.members.trainers.values()
+    page, token = page_of(everyone, _place_of, page_size, page_token)
     tasks_of: dict[str, list[str]] = {}
     for queue in job.queues.values():
         for task_id, held in queue.pending.items():
@@ -231,6 +244,11 @@ def _name_of(member: TrainerMember | PserverMember) -> str:
     return member.trainer if isinstance(member, TrainerMember) else f"pserver-{member.index}"
 
 
+def _place_of(member: TrainerMember | PserverMember) -> Key:
+    """In lists: parameter servers, then trainers."""
+    return (1, member.trainer) if isinstance(member, TrainerMember) else (0, member.index)
+
+
 def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence[str]) -> MemberView:
     if isinstance(member, PserverMember):
         return MemberView(
@@ -242,6 +260,7 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
             pid=member.pid,
             index=member.index,
             slots=job.slots.owners.count(member.index) if job.slots is not None else None,
+            trireme_version=member.trireme_version,
         )
     lanes = job.trainers.lanes_of(member.trainer) if job.spec.mode is Mode.SYNC else None
     has_parameters = None
@@ -257,6 +276,7 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
         lanes=lanes,
         has_parameters=has_parameters,
         tasks=tuple(held),
+        trireme_version=member.trireme_version,
     )
 
 
@@ -264,8 +284,13 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
 
 
 def checkpoints(job: Job, page_size: int, page_token: str) -> CheckpointPage:
-    kept = job.members.latest.kept if job.members.latest else ()
-    page, token = page_of(kept, offset_of(page_token), page_size)
+    kept, left = job.members.latest.kept if job.members.latest else (), abandoned(job)
+
+    def place(ref: CheckpointRef) -> Key:
+        """Timelines of the present history grow; what it left behind comes last."""
+        return (ref.uuid not in left, ref.timeline, ref.step, ref.uuid)
+
+    page, token = page_of(kept, place, page_size, page_token, newest_first=True)
     return CheckpointPage(checkpoints=tuple(_checkpoint(job, ref) for ref in page), next_page_token=token)
 
 
@@ -318,17 +343,21 @@ def resize(operation: Operation) -> ResizeView:
 
 def resizes(job: Job, page_size: int, page_token: str) -> ResizePage:
     found = [operation for operation in job.operations.records.values() if operation.resize is not None]
-    found.sort(key=lambda operation: (operation.create_time, operation.operation_id), reverse=True)
-    page, token = page_of(found, offset_of(page_token), page_size)
+    page, token = page_of(found, _when_begun, page_size, page_token, newest_first=True)
     return ResizePage(resizes=tuple(map(resize, page)), next_page_token=token)
 
 
-def operations(job: Job, state: OperationState | None, page_size: int, page_token: str) -> OperationPage:
+def operations(
+    kept: Iterable[Operation], state: OperationState | None, page_size: int, page_token: str
+) -> OperationPage:
     """`state` None: in any."""
-    found = [operation for operation in job.operations.records.values() if state in (None, operation.state)]
-    found.sort(key=lambda operation: (operation.create_time, operation.operation_id), reverse=True)
-    page, token = page_of(found, offset_of(page_token), page_size)
+    found = [operation for operation in kept if state in (None, operation.state)]
+    page, token = page_of(found, _when_begun, page_size, page_token, newest_first=True)
     return OperationPage(operations=tuple(page), next_page_token=token)
+
+
+def _when_begun(operation: Operation) -> Key:
+    return (operation.create_time, operation.operation_id)
 
 
 # ------------------------------------------------------------------ events
@@ -362,31 +391,26 @@ class KeptMetrics:
 
 
 def metrics(kept: Metrics, metric: str, page_size: int, page_token: str) -> MetricPage:
-    """`metric`: "step_loss" or "epoch_loss"; the token is the last number seen. Raises NotFound."""
+    """`metric`: "step_loss" or "epoch_loss". Raises NotFound."""
     series = {"step_loss": kept.steps, "epoch_loss": kept.epochs}.get(metric)
     if series is None:
         raise NotFound(f"metric {metric} does not exist; there are step_loss and epoch_loss")
-    after = offset_of(page_token) if page_token else -1
-    numbers = sorted(number for number in series if number > after)
-    page, more = page_of(numbers, 0, page_size)
+    page, token = page_of(series, lambda number: (number,), page_size, page_token)
     points = tuple(
         MetricPoint(number=n, loss=series[n].loss, records=series[n].records, skipped=series[n].skipped)
         for n in page
     )
-    return MetricPage(metric=metric, points=points, next_page_token=str(page[-1]) if more else "")
+    return MetricPage(metric=metric, points=points, next_page_token=token)
 
 
 def evaluations(found: Sequence[Evaluation], page_size: int, page_token: str) -> EvaluationPage:
-    """`found`: in the order of their numbers, of which the token is the last one seen."""
-    before = offset_of(page_token) if page_token else None
-    newest = [each for each in reversed(found) if before is None or each.number < before]
-    page, more = page_of(newest, 0, page_size)
-    return EvaluationPage(evaluations=tuple(page), next_page_token=str(page[-1].number) if more else "")
+    page, token = page_of(found, lambda each: (each.number,), page_size, page_token, newest_first=True)
+    return EvaluationPage(evaluations=tuple(page), next_page_token=token)
 
 
 def series_page(table: SeriesTable, page_size: int, page_token: str) -> SeriesPage:
     """In the order of their names."""
-    page, token = page_of(sorted(table.by_name), offset_of(page_token), page_size)
+    page, token = page_of(table.by_name, lambda name: (name,), page_size, page_token)
     return SeriesPage(
         series=tuple(_summary(name, table.by_name[name]) for name in page), next_page_token=token
     )
@@ -447,23 +471,62 @@ def _summary(name: str, series: Series) -> SeriesSummary:
 
 
 # ------------------------------------------------------------------ pages of lists
+# A token holds the key of the last item of its page, and the next page begins after that key: also if the
+# item, or others before it, are gone by then. What is there all the time is shown once.
 
 T = TypeVar("T")
+Key = tuple[str | int, ...]
 
-TOKEN_PATTERN = r"^[0-9]{0,18}$"  # noqa: S105
-
-
-def page_of(items: Sequence[T], start: int, page_size: int) -> tuple[Sequence[T], str]:
-    """The items from `start` on, and the token of the next page, empty if there is none."""
-    end = start + page_size
-    return items[start:end], str(end) if end < len(items) else ""
+TOKEN_PATTERN = r"^[A-Za-z0-9_-]{0,3000}$"  # noqa: S105
 
 
-def offset_of(page_token: str) -> int:
+def page_of(
+    items: Iterable[T],
+    key: Callable[[T], Key],
+    page_size: int,
+    page_token: str,
+    *,
+    newest_first: bool = False,
+) -> tuple[list[T], str]:
+    """At most `page_size` items in the order of their keys (`newest_first`: the largest key first), and the
+    token of the next page, empty if there is none. `key`: tells items apart, and stays the same. Raises
+    InvalidArgument for a token of another list."""
+    ordered = sorted(items, key=key, reverse=newest_first)
+    if page_token:
+        last = _key_of(page_token)
+        try:
+            ordered = [each for each in ordered if (key(each) < last if newest_first else key(each) > last)]
+        except TypeError:  # a text and a number
+            raise _not_given(page_token) from None
+    page = ordered[:page_size]
+    return page, token_of(*key(page[-1])) if len(ordered) > page_size else ""
+
+
+def number_after(page_token: str) -> int:
+    """Of items with the numbers 0, 1, ...: the first one of the page. Raises InvalidArgument."""
     if not page_token:
         return 0
-    if not (page_token.isascii() and page_token.isdigit() and len(page_token) < 19):
-        raise InvalidArgument(
-            f"page_token {page_token[:40]!r} was not given by this API; use next_page_token of the last page"
-        )
-    return int(page_token)
+    match _key_of(page_token):
+        case (int(number),) if number >= 0:
+            return number + 1
+    raise _not_given(page_token)
+
+
+def token_of(*key: str | int) -> str:
+    return urlsafe_b64encode(json.dumps(key, separators=(",", ":")).encode()).decode().rstrip("=")
+
+
+def _key_of(page_token: str) -> Key:
+    try:
+        key = json.loads(urlsafe_b64decode(page_token + "=" * (-len(page_token) % 4)))
+    except (ValueError, RecursionError):
+        raise _not_given(page_token) from None
+    if not isinstance(key, list) or not all(isinstance(part, str | int) for part in key):
+        raise _not_given(page_token)
+    return tuple(key)
+
+
+def _not_given(page_token: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"page_token {page_token[:40]!r} was not given by this list; use next_page_token of its last page"
+    )

@@ -11,13 +11,16 @@ Nothing is kept for a reader: while it does not take what was sent, nothing more
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.security.access import CALLER
 from trireme_shared.protocol.errors import TooManyRequests, TriremeError
 
 HEARTBEAT_S = 10.0
@@ -32,19 +35,48 @@ log = telemetry.logger("server_sent")
 
 @dataclass(slots=True)
 class Streams:
-    """Those that are open in this process."""
+    """Those that are open in this process, by the name of the token that opened them. `share`: of one token,
+    so that nobody keeps all others out; where nobody is asked for a token, there is none to share with."""
 
     most: int = 256
-    open: int = 0
+    share: int = 128
+    _open: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def open(self) -> int:
+        return self._open.total()
 
     def check(self) -> None:
-        """Raises TooManyRequests."""
+        """Raises TooManyRequests if the request that this task serves may open no more."""
         if self.open >= self.most:
             msg = (
                 f"{self.open} streams of events are open here, at most {self.most} may be; ask with "
                 "wait_s, or later"
             )
             raise TooManyRequests(msg)
+        token = _asking()
+        if token and self._open[token] >= self.share:
+            msg = (
+                f"token {token} has {self._open[token]} streams of events open here, at most {self.share} of "
+                "one token may be; ask with wait_s, or give each program a token of its own"
+            )
+            raise TooManyRequests(msg)
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        token = _asking()
+        self._open[token] += 1
+        try:
+            yield
+        finally:
+            self._open[token] -= 1
+            if not self._open[token]:
+                del self._open[token]
+
+
+def _asking() -> str:
+    caller = CALLER.get()
+    return caller.token if caller is not None else ""
 
 
 class ServerSent(Response):
@@ -61,18 +93,17 @@ class ServerSent(Response):
 
     # as Response's
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        self._streams.open += 1
-        streaming = asyncio.ensure_future(self._stream(send))
-        leaving = asyncio.ensure_future(until_gone(receive))
-        try:
-            await asyncio.wait({streaming, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if streaming.done():
-                streaming.result()
-        finally:
-            self._streams.open -= 1
-            streaming.cancel()
-            leaving.cancel()
-            await asyncio.wait({streaming, leaving})
+        with self._streams.one_more():
+            streaming = asyncio.ensure_future(self._stream(send))
+            leaving = asyncio.ensure_future(until_gone(receive))
+            try:
+                await asyncio.wait({streaming, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if streaming.done():
+                    streaming.result()
+            finally:
+                streaming.cancel()
+                leaving.cancel()
+                await asyncio.wait({streaming, leaving})
 
     async def _stream(self, send: Send) -> None:
         ends = clock.monotonic() + LIFE_S

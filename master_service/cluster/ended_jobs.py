@@ -5,7 +5,9 @@ EndedTrackers   one job at a time, also if the leader that saw its end died, or 
                 cannot be done within LIMIT_S is tried again later, each time twice as late, ATTEMPTS times
 Retention       jobs whose retention is over, or whose deletion a leader has begun and not finished: one at a
                 time, each in a transaction of its own, after its files. One whose files cannot be deleted is
-                tried again later
+                tried again later, each time twice as late, every RAREST_S at least, and an event says why
+
+Storages are others' libraries, which raise what they like: an error of one job's ends nothing but its turn.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ from master_service.core.state.cluster import ClusterState
 from master_service.storage.job_storage import JobStorage
 from master_service.trackers.assignment import Memory
 from trireme_shared.platform.runtime import clock, telemetry
-from trireme_shared.protocol.errors import CallerError, PeerError, TriremeError
+from trireme_shared.platform.runtime.containment import backoff_s, described
+from trireme_shared.protocol.errors import CallerError, NotLeader, NotReady, PeerError
 from trireme_shared.protocol.records import JobSpec, JobState
 from trireme_shared.protocol.records.cluster import ClusterJob
 
 LOOK_S = 2.0
 RETENTION_LOOK_S = 5.0
 LIMIT_S = 60.0
-AGAIN_S = 60.0  # after something that failed
+AGAIN_S, RAREST_S = 60.0, 7200.0  # after something that failed
 ATTEMPTS = 8
 
 log = telemetry.logger("ended_jobs")
@@ -54,6 +57,11 @@ class Attempts:
     done: int = 0
     next: float = 0.0
 
+    def failed(self) -> None:
+        """One more has failed: the next one is later."""
+        self.done += 1
+        self.next = clock.monotonic() + backoff_s(self.done, AGAIN_S, RAREST_S)
+
 
 class EndedTrackers:
     def __init__(self, cluster: Cluster, tell: Callable[[list[Event]], None]) -> None:
@@ -75,8 +83,10 @@ class EndedTrackers:
             for job in jobs:
                 try:
                     await self._finish(job)
-                except (TriremeError, OSError) as error:
-                    self._again(job.job, str(error))
+                except NotLeader:
+                    raise
+                except Exception as error:  # noqa: BLE001  whatever a storage's library raises: one job's
+                    self._again(job.job, described(error))
 
     def _due(self) -> list[ClusterJob]:
         jobs, now = self._cluster.state.jobs, clock.monotonic()
@@ -111,8 +121,7 @@ class EndedTrackers:
 
     def _again(self, name: str, cause: str) -> None:
         attempts = self._attempts.setdefault(name, Attempts())
-        attempts.done += 1
-        attempts.next = clock.monotonic() + AGAIN_S * 2 ** (attempts.done - 1)
+        attempts.failed()
         log.warning("trackers_unfinished", job=name, attempt=attempts.done, of=ATTEMPTS, cause=cause)
         if attempts.done == ATTEMPTS:
             self._over.add(name)
@@ -123,30 +132,41 @@ class EndedTrackers:
 
 
 class Retention:
-    """`retention_s`: of all jobs of the cluster; None: only deletions that were begun are finished."""
+    """`retention_s`: of all jobs of the cluster; None: only deletions that were begun are finished. `tell`
+    gets events."""
 
-    def __init__(self, cluster: Cluster, retention_s: float | None) -> None:
-        self._cluster, self._retention_s = cluster, retention_s
-        self._failed: dict[str, float] = {}
+    def __init__(
+        self, cluster: Cluster, retention_s: float | None, tell: Callable[[list[Event]], None]
+    ) -> None:
+        self._cluster, self._retention_s, self._tell = cluster, retention_s, tell
+        self._attempts: dict[str, Attempts] = {}
 
     def __repr__(self) -> str:
-        return f"<Retention of {self._retention_s} s>"
+        return f"<Retention of {self._retention_s} s, {sorted(self._attempts)} to do again>"
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(RETENTION_LOOK_S)
-            now = clock.monotonic()
-            self._failed = {job: when for job, when in self._failed.items() if now - when < AGAIN_S}
-            for name in due_for_deletion(self._cluster.state, clock.wall_time(), self._retention_s):
-                if name not in self._failed:
+            state = self._cluster.state
+            self._attempts = {name: each for name, each in self._attempts.items() if name in state.jobs}
+            for name in due_for_deletion(state, clock.wall_time(), self._retention_s):
+                if name not in self._attempts or self._attempts[name].next <= clock.monotonic():
                     await self._delete(name)
 
     async def _delete(self, name: str) -> None:
         try:
             await self._cluster.delete_job(name)
             log.info("job_deleted", job=name)
-        except (CallerError, PeerError) as error:
-            # its members leave, its user was faster, or its files cannot be deleted
-            self._failed[name] = clock.monotonic()
-            log.warning("job_not_deleted", job=name, cause=error.message)
+        except NotLeader:
+            raise
+        except NotReady as error:  # its members leave
+            log.info("job_not_deleted", job=name, cause=error.message)
+        except Exception as error:  # noqa: BLE001  its user was faster, or what a storage's library raises
+            attempts = self._attempts.setdefault(name, Attempts())
+            attempts.failed()
+            again_s = round(attempts.next - clock.monotonic())
+            message = (
+                f"job {name} could not be deleted, and is tried again in {again_s} s: {described(error)}"
+            )
+            self._tell([Event("job_not_deleted", message, {"job": name, "attempt": attempts.done})])

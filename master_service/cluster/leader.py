@@ -8,40 +8,60 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 from master_service.cluster.ended_jobs import EndedTrackers, Retention
-from master_service.cluster.store import take_over
+from master_service.cluster.store import LAST_BYTES, MAX_BYTES, RestingEvents, take_over
 from master_service.cluster.term import ClusterTerm
+from master_service.cluster.unreadable import news_of
 from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import cluster_jobs
-from master_service.core.decisions.requests import ANY, Expected, Once
+from master_service.core.decisions import cluster_jobs, job_operations, job_schedules
+from master_service.core.decisions.requests import ANY, Decide, Expected, Once
 from master_service.core.decisions.scheduling.schedule import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, failed_tasks
 from master_service.core.state.kept import EventLog
 from master_service.leadership.election import Candidate, Leads, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
+from master_service.storage.places import check_place
 from master_service.storage.series_files import SeriesReader, StoredMetrics
 from master_service.store.between_runs import start_again
-from master_service.store.schema import read_events
 from trireme_shared.platform.etcd import Etcd, Get, Lease
-from trireme_shared.platform.etcd.reading import must_read
-from trireme_shared.platform.runtime import clock, http, telemetry
+from trireme_shared.platform.etcd.reading import must_read, read_record
+from trireme_shared.platform.membership.names import NameUse, check_free, forget_communicator, uses_of
+from trireme_shared.platform.runtime import clock, http, ids, telemetry
+from trireme_shared.platform.runtime.containment import Containment, Failed, Failures, LongLivedGroup
 from trireme_shared.platform.runtime.http import own_network
+from trireme_shared.platform.runtime.service import open_files
+from trireme_shared.platform.security.access import CALLER
 from trireme_shared.platform.storage import files
-from trireme_shared.protocol.errors import Conflict, NotFound, NotReady
+from trireme_shared.protocol.errors import (
+    Conflict,
+    NotFound,
+    NotReady,
+    PeerError,
+    ResourceExhausted,
+    TriremeError,
+)
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, Source, Standing
+from trireme_shared.protocol.records.operations import Operation, OperationKind
 from trireme_shared.protocol.times import rfc3339
 
+STEP_DOWN_S, LONGEST_REST_S = 1.0, 30.0  # after a term that failed
+OPERATION_LOOK_S = (
+    1.0  # how often an operation is looked at that somebody waits for, if no event tells its end
+)
+
 A = TypeVar("A")
+
+FILES_OF_JOB = 32  # a connection of each member that asks for tasks, and what taking it over opens
 
 log = telemetry.logger("cluster")
 
@@ -49,7 +69,8 @@ log = telemetry.logger("cluster")
 @dataclass(eq=False, repr=False)
 class ClusterMaster(Leads[ClusterTerm]):
     """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place
-    of their own. `job_retention_s`: so long after its end a job is deleted; None: never."""
+    of their own; `storage_allowed`: further places that jobs may name. `job_retention_s`: so long after its
+    end a job is deleted; None: never."""
 
     etcd: Etcd
     keys: ClusterKeys
@@ -57,6 +78,7 @@ class ClusterMaster(Leads[ClusterTerm]):
     name: str
     url: str
     storage_url: str
+    storage_allowed: tuple[str, ...] = ()
     ttl_s: float = 3.0
     rebalance_s: float = 30.0
     job_retention_s: float | None = None
@@ -68,8 +90,13 @@ class ClusterMaster(Leads[ClusterTerm]):
     events: EventFeed = field(init=False, default_factory=EventFeed)
     candidate: Candidate[ClusterTerm] = field(init=False)
     _deletions: dict[str, asyncio.Task[ClusterJob]] = field(init=False, default_factory=dict)
+    _contained: Containment = field(init=False, default_factory=lambda: Containment((TriremeError,)))
+    _failures: Failures = field(init=False, default_factory=Failures)
+    _rests_until: float = field(init=False, default=0.0)
+    _resting: RestingEvents = field(init=False)
 
     def __post_init__(self) -> None:
+        self._resting = RestingEvents(self.etcd, self.keys)
         self.candidate = Candidate(self.name, "taking the cluster over")
 
     def __repr__(self) -> str:
@@ -83,6 +110,15 @@ class ClusterMaster(Leads[ClusterTerm]):
         await stand(self.etcd, self.ttl_s, stopping, self._lead)
 
     async def _lead(self, lease: Lease) -> None:
+        """One term. After a bug in it this process steps down for a while: another one may do better, and the
+        jobs' members go on meanwhile. Raises TriremeError."""
+        await asyncio.sleep(self._rests_until - clock.monotonic())
+        led = await self._contained.once(partial(self._lead_under, lease), "leading the cluster")
+        if isinstance(led, Failed):
+            self._rests_until = clock.monotonic() + self._failures.add(STEP_DOWN_S, LONGEST_REST_S)
+            raise PeerError(f"{self.name} could not lead the cluster: {led.cause}")
+
+    async def _lead_under(self, lease: Lease) -> None:
         election = self.candidate.elected(
             self.etcd, self.keys.lock, lease, self.probe, url=self.url, network=self.network
         )
@@ -101,9 +137,12 @@ class ClusterMaster(Leads[ClusterTerm]):
                 self.events.begin(lambda: start.state.events, term.writer.tell)
                 elected = f"{self.name} leads the cluster in term {lock.term}"
                 self.events.add([Event("leader_elected", elected, {"term": lock.term, "url": self.url})])
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(Retention(self, self.job_retention_s).run())
-                    group.create_task(EndedTrackers(self, self.events.add).run())
+                self.events.add(news_of(start.state))
+                retention = Retention(self, self.job_retention_s, self.events.add)
+                trackers = EndedTrackers(self, self.events.add)
+                async with LongLivedGroup() as group:
+                    group.create_task(term.contained.keep(retention.run, "deleting jobs"))
+                    group.create_task(term.contained.keep(trackers.run, "telling trackers of ended jobs"))
                     group.create_task(term.run())
             finally:
                 self.events.end()
@@ -148,8 +187,7 @@ class ClusterMaster(Leads[ClusterTerm]):
         """None: the only job. Raises NotFound; Conflict if there are several, or the job is not ACTIVE;
         NotLeader, NotReady."""
         term = self.term
-        if job is None:
-            job = self._only_job(term.state)
+        job = job or self.only_job()
         found = term.state.job(job)
         led = term.jobs.get(job)
         if led is not None:
@@ -158,7 +196,9 @@ class ClusterMaster(Leads[ClusterTerm]):
             raise NotReady(f"job {job} begins; ask again")
         raise Conflict(f"job {job} is {found.standing}: {found.reason}", hint=f"see GET /v1/jobs/{job}")
 
-    def _only_job(self, state: ClusterState) -> str:
+    def only_job(self) -> str:
+        """Raises NotFound, Conflict, NotLeader, NotReady."""
+        state = self.state
         if not state.jobs:
             raise NotFound("this cluster has no job yet", hint="`trireme submit SCRIPT` starts one")
         if len(state.jobs) > 1:
@@ -173,24 +213,47 @@ class ClusterMaster(Leads[ClusterTerm]):
 
     # `once`: of a request with an Idempotency-Key; all raise AnsweredBefore, IdempotencyKeyReused then.
     # `expected`: the version of what it changes; all raise PreconditionFailed if it has another one.
+    # `cause`: of the operation, for people: who asks.
+
+    def check_open_files(self) -> None:
+        """Raises ResourceExhausted if this process may not open what another job needs of it."""
+        found, most = open_files()
+        if most - found < FILES_OF_JOB:
+            msg = (
+                f"this master has {found} of {most} files and sockets open that it may have: too few are "
+                f"left for the members of another job ({FILES_OF_JOB})"
+            )
+            hint = "start masters with a higher hard limit: ulimit -Hn 65536, LimitNOFILE= of the service"
+            raise ResourceExhausted(msg, hint=hint)
+
+    async def check_storage(self, url: str) -> None:
+        """`url`: what a user names for a job's files; "" is the cluster's own place. Raises
+        InvalidArgument."""
+        if url:
+            await asyncio.to_thread(check_place, url, (self.storage_url, *self.storage_allowed))
 
     async def create_job(
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
     ) -> ClusterJob:
-        """Raises Conflict, InvalidArgument, NotFound."""
+        """Raises Conflict, InvalidArgument, NotFound, ResourceExhausted."""
+        self.check_open_files()
+        if job.job not in self.state.jobs:
+            uses = await uses_of(self.etcd, self.keys.keys_of(job.job))
+            check_free(job.job, uses, NameUse.CLUSTER, "choose another name")
         return await self._decide(
             lambda state, _: cluster_jobs.create(state, job, source, clock.timestamp()), once
         )
 
     async def pause_job(
-        self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY
-    ) -> ClusterJob:
+        self, name: str, once: Once[Operation] | None = None, expected: Expected = ANY, cause: str = ""
+    ) -> Operation:
         """With a checkpoint; its members become free. Raises Conflict, NotFound."""
-        return await self._decide(expected.job(name, lambda state, _: cluster_jobs.pause(state, name)), once)
+        pause: Decide[ClusterJob] = expected.job(name, lambda state, _: cluster_jobs.pause(state, name))
+        return await self._begin(OperationKind.PAUSE, cause, pause, once)
 
     async def resume_job(
-        self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY
-    ) -> ClusterJob:
+        self, name: str, once: Once[Operation] | None = None, expected: Expected = ANY, cause: str = ""
+    ) -> Operation:
         """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound,
         PeerError."""
         if once is not None:
@@ -206,34 +269,50 @@ class ClusterMaster(Leads[ClusterTerm]):
             raise Conflict(
                 msg, hint="mend its script and submit it under another name, or delete this one first"
             )
-        return await self._decide(expected.job(name, lambda state, _: cluster_jobs.resume(state, name)), once)
+        resume: Decide[ClusterJob] = expected.job(name, lambda state, _: cluster_jobs.resume(state, name))
+        return await self._begin(OperationKind.RESUME, cause, resume, once)
 
     async def _opened_again(self, name: str) -> bool:
-        """Also if a leader before this one has done it, and died before the job was QUEUED."""
+        """Also if a leader before this one has done it, and died before the job was QUEUED. Raises Conflict:
+        a run has the name, and nothing here may change it."""
+        if not await self._has_keys(self.state.job(name)):
+            check_free(
+                name, [NameUse.RUN], NameUse.CLUSTER, f"`trireme delete {name}` leaves the run as it is"
+            )
         if await start_again(self.etcd, self.keys.keys_of(name)):
             return True
         return (await self.state_of(name)).phase is not Phase.FAILED
 
     async def cancel_job(
-        self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY
-    ) -> ClusterJob:
+        self, name: str, once: Once[Operation] | None = None, expected: Expected = ANY, cause: str = ""
+    ) -> Operation:
         """Without a checkpoint. Raises Conflict, NotFound."""
         stamp = rfc3339(clock.wall_time())
-        return await self._decide(
-            expected.job(name, lambda state, _: cluster_jobs.cancel(state, name, stamp)), once
+        cancel: Decide[ClusterJob] = expected.job(
+            name, lambda state, _: cluster_jobs.cancel(state, name, stamp)
         )
+        return await self._begin(OperationKind.CANCEL, cause, cancel, once)
+
+    async def begin_delete(self, name: str, expected: Expected = ANY, cause: str = "") -> Operation:
+        """As `delete_job`, which goes on when this has answered. Raises Conflict unless it has ended,
+        NotFound."""
+        begin = self._begin_delete(name, expected)
+        operation = await self._begin(OperationKind.DELETE, cause, begin, None, LAST_BYTES)
+        self._deletion(name)
+        return operation
 
     async def delete_job(self, name: str, expected: Expected = ANY) -> ClusterJob:
         """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one
         deletion, which goes on when its callers leave. Raises Conflict unless it has ended, NotFound."""
-        # a deletion that was begun is finished, whoever asks again
-        if self.state.job(name).wanted != "delete":
-            await self._begin_delete(name, expected)
+        await self._decide(self._begin_delete(name, expected), most_bytes=LAST_BYTES)
+        return await asyncio.shield(self._deletion(name))
+
+    def _deletion(self, name: str) -> asyncio.Task[ClusterJob]:
         deletion = self._deletions.get(name)
         if deletion is None:
             deletion = self._deletions[name] = asyncio.ensure_future(self._delete_job(name))
             deletion.add_done_callback(partial(self._deletion_ended, name))
-        return await asyncio.shield(deletion)
+        return deletion
 
     def _deletion_ended(self, name: str, deletion: asyncio.Task[ClusterJob]) -> None:
         del self._deletions[name]
@@ -241,23 +320,55 @@ class ClusterMaster(Leads[ClusterTerm]):
         if not deletion.cancelled() and (error := deletion.exception()) is not None:
             log.info("deletion_ended", job=name, cause=str(error))
 
-    async def _begin_delete(self, name: str, expected: Expected) -> None:
-        """Refused before any file is gone."""
+    def _begin_delete(self, name: str, expected: Expected) -> Decide[ClusterJob]:
+        """Refused before any file is gone. A deletion that was begun is finished, whoever asks again. Raises
+        Conflict, NotReady, NotFound."""
         job = self.state.job(name)
-        if name in self.term.jobs:
+        begun = job.wanted == "delete"
+        if name in self.term.jobs and not begun:
             what = (
                 "has ended, and its members are leaving"
                 if job.standing.final
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        await self._decide(expected.job(name, lambda state, _: cluster_jobs.begin_delete(state, name)))
+        return (ANY if begun else expected).job(name, lambda state, _: cluster_jobs.begin_delete(state, name))
 
     async def _delete_job(self, name: str) -> ClusterJob:
         job = self.state.job(name)
-        if job.spec.storage == files.join(self.storage_url, name):
-            await self.remove_files(job.spec)
-        return await self._decide(lambda state, _: cluster_jobs.delete(state, name))
+        try:
+            if job.spec.storage == files.join(self.storage_url, name):
+                await self.remove_files(job.spec)
+        except Exception as error:
+            stamp, why = clock.timestamp(), error
+            await self._decide(lambda state, _: job_operations.not_deleted(state, name, why, stamp))
+            raise
+        has_keys = await self._has_keys(job)
+        await forget_communicator(self.etcd, self.keys.keys_of(name))
+        stamp = clock.timestamp()
+        return await self._decide(lambda state, _: cluster_jobs.delete(state, name, stamp, has_keys=has_keys))
+
+    async def _has_keys(self, job: ClusterJob) -> bool:
+        """Whether the keys below its name are its own. A run may have begun under that name, where an earlier
+        version did not refuse it: its files lie elsewhere. Raises PeerError."""
+        keys = self.keys.keys_of(job.job)
+        found = await self.etcd.get(keys.spec)
+        known = read_record(JobSpec, keys.spec, found.value) if found is not None else None
+        storage = job.spec.storage or files.join(self.storage_url, job.job)
+        return known is None or known.storage == storage
+
+    async def operation(self, job: str, operation_id: str, wait_s: float = 0.0) -> Operation:
+        """What was asked of a whole job, also of one that is deleted: once it has ended, or after `wait_s`.
+        Raises NotFound, NotLeader, NotReady."""
+        deadline = clock.monotonic() + wait_s
+        while True:
+            found = self.state.operation(job, operation_id)
+            if found is None:
+                raise NotFound(f"job {job} has no operation {operation_id}", operation=operation_id)
+            left_s = deadline - clock.monotonic()
+            if not found.running or left_s <= 0:
+                return found
+            await self.events.next(min(left_s, OPERATION_LOOK_S))
 
     async def create_schedule(
         self, schedule: JobSchedule, source: Source | None, once: Once[JobSchedule] | None = None
@@ -265,13 +376,13 @@ class ClusterMaster(Leads[ClusterTerm]):
         """Raises Conflict, InvalidArgument."""
         now = clock.wall_time()
         return await self._decide(
-            lambda state, _: cluster_jobs.create_schedule(state, schedule, source, now), once
+            lambda state, _: job_schedules.create_schedule(state, schedule, source, now), once
         )
 
     async def delete_schedule(self, name: str, expected: Expected = ANY) -> JobSchedule:
         """Its jobs stay. Raises NotFound."""
         return await self._decide(
-            expected.schedule(name, lambda state, _: cluster_jobs.delete_schedule(state, name))
+            expected.schedule(name, lambda state, _: job_schedules.delete_schedule(state, name))
         )
 
     async def drain_member(
@@ -303,8 +414,7 @@ class ClusterMaster(Leads[ClusterTerm]):
 
     async def events_of(self, name: str) -> EventLog:
         """Of a job that nobody leads now. Raises NotFound, PeerError."""
-        self.state.job(name)
-        return await read_events(self.etcd, self.keys.keys_of(name).events)
+        return await self._resting.of(self.state.job(name))
 
     async def state_of(self, name: str) -> JobState:
         """Of a job that nobody leads now, as its last term left it. Raises NotFound, PeerError."""
@@ -327,13 +437,51 @@ class ClusterMaster(Leads[ClusterTerm]):
         found = [must_read(Evaluation, each.key, each.value) for each in read.range(0).kvs]
         return [each for each in found if each.number <= settled]
 
+    async def _begin(
+        self,
+        kind: OperationKind,
+        cause: str,
+        decide: Decide[ClusterJob],
+        once: Once[Operation] | None,
+        most_bytes: int = MAX_BYTES,
+    ) -> Operation:
+        asked = Operation(
+            operation_id=ids.new_id("op"), kind=kind, cause=cause, limit_s=0.0, create_time=clock.timestamp()
+        )
+        return await self._decide(
+            lambda state, now: job_operations.begin(state, asked, decide(state, now)), once, most_bytes
+        )
+
     async def _decide(
-        self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None
+        self,
+        decision: Callable[[ClusterState, float], ClusterDecision[A]],
+        once: Once[A] | None = None,
+        most_bytes: int = MAX_BYTES,
     ) -> A:
         term = self.term
-        answer = await term.writer.decide(once.decide(decision) if once is not None else decision)
+        asked = _signed(once.decide(decision) if once is not None else decision)
+        answer = await term.writer.decide(asked, most_bytes)
         term.look_again()
         return answer
+
+
+def _signed(
+    decision: Callable[[ClusterState, float], ClusterDecision[A]],
+) -> Callable[[ClusterState, float], ClusterDecision[A]]:
+    """Its events name the token of the request that this task serves."""
+    caller = CALLER.get()
+    if caller is None or not caller.token:
+        return decision
+
+    def signed(state: ClusterState, now: float) -> ClusterDecision[A]:
+        decided = decision(state, now)
+        told = tuple(
+            Event(each.name, f"{each.message}; asked by {caller}", {**each.fields, "token": caller.token})
+            for each in decided.events
+        )
+        return replace(decided, events=told)
+
+    return signed
 
 
 #: What a process leads, and REST serves: one job, or those of a cluster.

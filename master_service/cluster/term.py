@@ -8,27 +8,48 @@ A JobTerm's Master leads the job under the cluster's lease, until the job ends o
 lead ─ COMPLETED, FAILED ─► standing written ─► its members leave ─► lock released
   └─── pause, preempted ──► checkpoint ─┐
   └─── cancel ──────────────────────────┴─► lock released ─► standing written
+
+An error that one job, one schedule or one part of this leader meets ends no other job: what failed is tried
+again, and a job that cannot be led MOST_FAILURES times in a row is FAILED, with the error.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
-from master_service.cluster.store import MAX_BYTES, MAX_CHANGES, ClusterTakeover, ClusterWriter, PoolWatch
+from master_service.cluster.store import (
+    LAST_BYTES,
+    MAX_BYTES,
+    MAX_CHANGES,
+    ClusterTakeover,
+    ClusterWriter,
+    PoolWatch,
+)
+from master_service.cluster.unreadable import unreadable_event
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import cluster_jobs
+from master_service.core.decisions import cluster_jobs, job_schedules
 from master_service.core.decisions.cluster_jobs import finish, follow_resize
+from master_service.core.decisions.job_schedules import ScheduleLook
 from master_service.core.decisions.scheduling.admission import lost_places
 from master_service.core.decisions.scheduling.schedule import Portions, schedule
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.job import Job, Members, started_by
 from master_service.leadership.master import Master, Term
-from master_service.store.writer import HeldLock
+from master_service.store.writer import TERM_OVER, HeldLock
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, Lease, LeaseLost
 from trireme_shared.platform.membership.directory import may_return_s
 from trireme_shared.platform.runtime import clock, ids, telemetry
-from trireme_shared.protocol.errors import CallerError, PeerError, TriremeError, leaves
+from trireme_shared.platform.runtime.containment import Containment, Failed, Failures, LongLivedGroup
+from trireme_shared.protocol.errors import (
+    CallerError,
+    PeerError,
+    StateUnreadable,
+    TooLarge,
+    TriremeError,
+    leaves,
+)
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobSpec, Phase, Stage
 from trireme_shared.protocol.records.cluster import ClusterJob, PoolMember, Standing
@@ -36,10 +57,13 @@ from trireme_shared.protocol.records.operations import saves_on_demand
 from trireme_shared.protocol.times import rfc3339
 
 LOOK_S = 5.0
+GATHER_S = 0.2  # a schedule begins at most so long after the change that it is for
 JOB_LOOK_S = 1.0
 PAUSE_S = 0.5
 SAVE_S = 30.0  # a stop that waits longer for its checkpoint goes back to the one before
 LEAVE_S = 5.0  # how long the master of a job that has ended answers its members
+LONGEST_PAUSE_S = 60.0  # before a job is led anew that could not be led
+MOST_FAILURES = 8
 
 log = telemetry.logger("cluster")
 
@@ -69,6 +93,9 @@ class ClusterTerm:
         self.writer = ClusterWriter(
             etcd, keys, start.state, lock, commit_revision=start.commit_revision, on_events=on_events
         )
+        self.contained = Containment(TERM_OVER, self._tell_failure)
+        self._on_events = on_events
+        self._failures: dict[str, Failures] = {}  # of jobs that could not be led
         self._start, self._make, self._rebalance_s = start, make, rebalance_s
         self._watch = PoolWatch(etcd, keys, self._on_member)
         self._changed = asyncio.Event()
@@ -81,11 +108,17 @@ class ClusterTerm:
         """Until the lock is lost (raises LockLost in an ExceptionGroup) or cancelled."""
         self._watch.start(self._start.pool)
         try:
-            async with asyncio.TaskGroup() as self._group:
-                self._group.create_task(self._watch.run(self._start.revision + 1))
-                self._group.create_task(self._keep_schedule())
+            async with LongLivedGroup() as self._group:
+                following = partial(self._watch.run, self._start.revision + 1)
+                self._group.create_task(self.contained.keep(following, "following the pool's members"))
+                self._group.create_task(self.contained.keep(self._keep_schedule, "scheduling"))
         finally:
             self.writer.end()
+
+    def _tell_failure(self, sentence: str) -> None:
+        event = Event("leader_part_failed", sentence)
+        self._on_events([event])
+        self.writer.tell([event])
 
     def look_again(self) -> None:
         """A job has changed."""
@@ -105,32 +138,63 @@ class ClusterTerm:
     async def _keep_schedule(self) -> None:
         while True:
             self._changed.clear()
-            scheduled_s = await self._create_due_jobs()
+            begin = clock.monotonic()
+            created = await self.contained.once(self._create_due_jobs, "creating the jobs of schedules")
             await self._follow_resizes()
-            portions = await self.writer.decide(self._plan)
-            self._follow()
-            while not portions.done:
-                # awaited before the next round
-                await self.writer.decide(lambda state, _: portions.next(state))  # noqa: B023
+            try:
+                portions = await self.writer.decide(self._plan)
                 self._follow()
+                while not portions.done:
+                    # awaited before the next round
+                    await self.writer.decide(lambda state, _: portions.next(state))  # noqa: B023
+                    self._follow()
+            except TooLarge as error:
+                await self._fail_alone(error)
+                continue
             if portions.stale:
                 continue
+            scheduled_s = None if isinstance(created, Failed) else created
             looks = [LOOK_S, scheduled_s, portions.next_look_s]
+            # while many members join or leave, each change would have a schedule of its own
+            took_s = min(GATHER_S, clock.monotonic() - begin)
             limit_s = max(0.01, min(look for look in looks if look is not None))
             try:
                 async with asyncio.timeout(limit_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
+            if took_s > 0:
+                await asyncio.sleep(took_s)
 
     async def _create_due_jobs(self) -> float | None:
         """Those of schedules. Seconds until the next time of one; None: there is none."""
         while True:
-            due = await self.writer.decide(
-                lambda state, _: cluster_jobs.run_due_schedule(state, clock.wall_time())
-            )
+            try:
+                due = await self.writer.decide(
+                    lambda state, _: job_schedules.run_due_schedule(state, clock.wall_time())
+                )
+            except TooLarge as error:
+                why = error.message
+
+                def skip(state: ClusterState, _: float) -> ClusterDecision[ScheduleLook]:
+                    return job_schedules.skip_due_schedule(state, clock.wall_time(), why)  # noqa: B023
+
+                due = await self.writer.decide(skip, LAST_BYTES)  # awaited before the next round
             if not due.again:
                 return due.next_look_s
+
+    async def _fail_alone(self, error: TooLarge) -> None:
+        """The job that is too large for what was decided about it ends; the others go on. Raises `error` if
+        it is of no job."""
+        name = error.details.get("job")
+        if name not in self.state.jobs:
+            raise error
+        stamp = rfc3339(clock.wall_time())
+        log.warning("job_too_large", job=name, cause=error.message)
+        why = f"its record became too large: {error.message}"
+        await self.writer.decide(lambda state, _: cluster_jobs.fail(state, name, why, stamp), LAST_BYTES)
+        if name in self.jobs:
+            self.jobs[name].stop(Standing.FAILED, why)
 
     async def _follow_resizes(self) -> None:
         """A place runs the parameter servers whose incarnations begin with its name."""
@@ -146,7 +210,14 @@ class ClusterTerm:
                 # awaited before the next round
                 return follow_resize(state, name, live, pservers, held, asked=asked)  # noqa: B023
 
+            deciding = partial(self._follow_resize, follow)
+            await self.contained.once(deciding, f"following the resize of job {name}")
+
+    async def _follow_resize(self, follow: Callable[[ClusterState, float], ClusterDecision[bool]]) -> None:
+        try:
             await self.writer.decide(follow)
+        except TooLarge as error:
+            await self._fail_alone(error)
 
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Portions]:
         """Writes the first portion."""
@@ -191,20 +262,38 @@ class ClusterTerm:
                 self.jobs[job.job].stop(Standing.QUEUED, f"job {job.preempted_by} needs its members")
 
     async def _run_job(self, term: JobTerm) -> None:
+        """A bug that one job meets ends no other: it is led anew, and FAILED in the end."""
         try:
-            await term.run()
-        except TriremeError:
-            raise
-        except Exception:  # a bug that one job meets must not end the others; it is led anew
-            log.exception("job_term_failed", job=term.job)
-            await asyncio.sleep(LOOK_S)
+            led = await self.contained.once(term.run, f"leading job {term.job}")
+            if isinstance(led, Failed):
+                await self.contained.once(partial(self._not_led, term.job, led.cause), "giving a job up")
+            else:
+                self._failures.pop(term.job, None)
         finally:
             self.jobs.pop(term.job, None)
             self._changed.set()
 
+    async def _not_led(self, name: str, cause: str) -> None:
+        failures = self._failures.setdefault(name, Failures())
+        pause_s = failures.add(LOOK_S, LONGEST_PAUSE_S)
+        if failures.count < MOST_FAILURES:
+            await asyncio.sleep(pause_s)
+            return
+        del self._failures[name]
+        reason = (
+            f"its leader failed at it {failures.count} times in a row, the last time with {cause}; resume "
+            "the job to try again"
+        )
+        await self._finish(name, Standing.FAILED, reason)
+
     async def _finish(self, name: str, standing: Standing, reason: str) -> None:
         stamp = rfc3339(clock.wall_time())  # retention counts from it
-        await self.writer.decide(lambda state, _: finish(state, name, standing, reason, stamp))
+        if standing is Standing.UNREADABLE:
+            self.writer.tell([unreadable_event(self.state.set_aside(name, reason))])
+        else:
+            await self.writer.decide(
+                lambda state, _: finish(state, name, standing, reason, stamp), LAST_BYTES
+            )
         self._changed.set()
 
 
@@ -239,8 +328,8 @@ class JobTerm:
         return f"<JobTerm {self.job}: {self.master!r}>"
 
     def stop(self, standing: Standing, reason: str) -> None:
-        """Leave the job: PAUSED or QUEUED with a checkpoint, CANCELLED without. A second call changes
-        nothing."""
+        """Leave the job: PAUSED or QUEUED with a checkpoint, CANCELLED and FAILED without. A second call
+        changes nothing."""
         if self._stop is None:
             self._stop = (standing, reason)
             self._changed.set()
@@ -295,7 +384,8 @@ class JobTerm:
     async def _until_it_ends(self) -> tuple[Standing, str]:
         while True:
             if self._error is not None:
-                return Standing.FAILED, self._error.message
+                unreadable = isinstance(self._error, StateUnreadable)
+                return Standing.UNREADABLE if unreadable else Standing.FAILED, self._error.message
             term = self.master.current_term
             if term is not None and term.job.state.phase.final:
                 try:
@@ -308,7 +398,7 @@ class JobTerm:
                 return (Standing.COMPLETED if done else Standing.FAILED), state.reason
             if self._stop is not None:
                 standing, reason = self._stop
-                if standing is not Standing.CANCELLED and term is not None:
+                if not standing.final and term is not None:
                     await self._save(term, reason)
                 if self._is_final():  # it ended while it was saved
                     continue

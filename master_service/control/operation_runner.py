@@ -19,6 +19,7 @@ from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.protocol.errors import CheckpointUnusable
 from trireme_shared.protocol.records import Phase
 from trireme_shared.protocol.records.cluster import Kind
@@ -156,7 +157,7 @@ class OperationRunner:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             group.create_task(self._advance_all())
             group.create_task(self._read_files())
 

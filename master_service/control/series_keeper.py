@@ -22,6 +22,7 @@ from master_service.core.state.series import Epoch, SeriesTable, Value, WholeSte
 from master_service.storage.series_files import SeriesFiles, add_encoded, encoded, name_of, to_read
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import Notices
+from trireme_shared.platform.runtime.containment import described
 from trireme_shared.protocol.errors import StorageUnreachable
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.metrics import EVALUATION, LOSS, SPEED, TIME
@@ -238,8 +239,8 @@ class SeriesKeeper:
                 add_encoded(before, steps, await stored.read(name), name)
         except FileNotFoundError:
             return False  # another master has put them together meanwhile
-        except OSError as error:
-            self._obstacle = str(error)
+        except Exception as error:  # noqa: BLE001  of the storage's library, or a file is damaged
+            self._obstacle = described(error)
             self._tell("metrics_unread", error)
             return False
         before.merge(self._all)  # what was reported meanwhile
@@ -283,14 +284,14 @@ class SeriesKeeper:
             content = encoded(taken, steps, first, epochs)
         try:
             await stored.write(name, content)
-        except (OSError, asyncio.CancelledError) as error:
+        except BaseException as error:
             # perhaps it is written: the next attempt has the same name, and takes its place
             if (back_to := self._went_back()) is not None:
                 taken.rewind(back_to, known)
             taken.merge(self._fresh)
             self._whole_due = self._whole_due or everything
             self._fresh, self._first, self._epochs = taken, min(first, self._first), epochs | self._epochs
-            if not isinstance(error, OSError):
+            if not isinstance(error, Exception):
                 raise
             self._tell("metrics_unwritten", error)
             return
@@ -311,7 +312,7 @@ class SeriesKeeper:
             _, over = to_read(await stored.names())
             await stored.remove(over)
             self._written = 1
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  of the storage's library
             self._tell("metrics_left_behind", error)
 
     async def _end(self, stored: SeriesFiles) -> None:
@@ -322,6 +323,6 @@ class SeriesKeeper:
         except TimeoutError:
             log.warning("metrics_left", cause=f"the storage took longer than {ENDING_S:g} s")
 
-    def _tell(self, event: str, error: OSError) -> None:
+    def _tell(self, event: str, error: Exception) -> None:
         if self._away.due(clock.monotonic()):
-            log.warning(event, cause=str(error))
+            log.warning(event, cause=described(error))

@@ -59,6 +59,7 @@ from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import may_return_s
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.platform.runtime.http import tells
 from trireme_shared.protocol.errors import CheckpointUnusable, NotLeader, PeerError
 from trireme_shared.protocol.keys import Keys
@@ -128,7 +129,7 @@ class Supervisor:
         job = self._writer.job
         if not job.state.generation:  # it has not begun
             self._events.add([Event("setting_unused", sentence, {}) for sentence in without_effect(job.spec)])
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             group.create_task(self._reconcile_members())
             group.create_task(self._recover())
             group.create_task(self._sweep())

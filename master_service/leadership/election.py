@@ -21,6 +21,7 @@ from trireme_shared.platform.etcd import Etcd, KeyValue, Lease, LeaseLost
 from trireme_shared.platform.etcd.fenced import acquire
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.containment import Containment, LongLivedGroup
 from trireme_shared.platform.runtime.http import tells
 from trireme_shared.protocol.errors import NotLeader, NotReady, PeerError, TriremeError
 from trireme_shared.protocol.records import MasterLock
@@ -172,8 +173,9 @@ async def _term(
 ) -> None:
     lease = await etcd.grant(ttl_s)
     try:
-        async with asyncio.TaskGroup() as group:
-            keeper = group.create_task(lease.keep_alive())
+        async with LongLivedGroup() as group:
+            keeping = Containment().keep(lease.keep_alive, "renewing the lease")
+            keeper = group.create_task(keeping)
             ends = [group.create_task(stopping.wait()), group.create_task(lease.lost.wait())]
             working = group.create_task(work(lease))
             await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -206,8 +208,9 @@ async def campaign(
                     await etcd.revoke(holder.lease)
             await asyncio.sleep(PROBE_EVERY_S)
 
-    async with asyncio.TaskGroup() as group:
-        probing = group.create_task(revoke_the_dead())
+    async with LongLivedGroup() as group:
+        looking = Containment().keep(revoke_the_dead, "looking whether the leader lives")
+        probing = group.create_task(looking)
         term = await acquire(etcd, key, me.to_bytes(), lease, on_wait=look_at)
         probing.cancel()
     return term

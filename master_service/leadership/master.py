@@ -39,11 +39,19 @@ from master_service.leadership.election import Candidate, Leads, stand
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
 from master_service.store.schema import MembersWatch
-from master_service.store.writer import HeldLock, LeaderWriter, MasterWriter, Writer, write_first
+from master_service.store.writer import (
+    TERM_OVER,
+    HeldLock,
+    LeaderWriter,
+    MasterWriter,
+    Writer,
+    write_first,
+)
 from trireme_shared.checkpoints.stored import ELASTIC
 from trireme_shared.platform.etcd import Etcd, KeyValue, Lease, LeaseLost, Put
-from trireme_shared.platform.etcd.reading import must_read, read_below
+from trireme_shared.platform.etcd.reading import must_read, read_below, read_record, schema_to_write
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.containment import Containment, LongLivedGroup
 from trireme_shared.protocol.errors import (
     Conflict,
     DatasetError,
@@ -57,6 +65,7 @@ from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.metrics import LOSS
 from trireme_shared.protocol.records import (
     AcquireTask,
+    EpochPlan,
     FailureCause,
     JobSpec,
     JobState,
@@ -150,16 +159,22 @@ class Term:
     async def run(self) -> None:
         """Until the lock is lost (raises LockLost in an ExceptionGroup) or cancelled."""
         self._supervisor.take_members(self._watch.start(self._start.found.values()))
+        contained = Containment(TERM_OVER, self._tell_failure)
         try:
-            async with asyncio.TaskGroup() as group:
+            async with LongLivedGroup() as group:
                 group.create_task(self.writer.run())
                 group.create_task(self._watch.run(self._start.revision + 1))
                 group.create_task(self._supervisor.run())
-                group.create_task(self.series.run())
+                group.create_task(contained.keep(self.series.run, "storing metrics"))
                 if self.job.spec.trackers:
-                    group.create_task(self._tracking.run())
+                    group.create_task(
+                        contained.keep(self._tracking.run, "following the job for its trackers")
+                    )
         finally:
             self.asks.changed()  # they learn that the term is over
+
+    def _tell_failure(self, sentence: str) -> None:
+        self._events.add([Event("leader_part_failed", sentence)])
 
     def _on_changes(self, changes: Sequence[Change]) -> None:
         for change in changes:
@@ -320,7 +335,8 @@ async def take_over(
     with a better way to the storage. If the dataset cannot be read the job fails, and its state tells the
     user why; that is not raised.
     """
-    commit_revision = await write_first(etcd, lock, keys.commit, first)
+    form = schema_to_write(keys.schema, await etcd.get(keys.schema))
+    commit_revision = await write_first(etcd, lock, keys.commit, [*first, *form])
     found, revision = await read_below(etcd, keys.prefix)
     spec = _agreed_spec(keys, found, spec)
     stored = found.get(keys.spec)
@@ -339,14 +355,20 @@ async def take_over(
         schema.restore(job, keys, found, clock.monotonic())
         opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
         table, plan = job.training.streams.table, job.plan
-        if (stored := found.get(keys.plan)) is None or stored.value != plan.to_bytes():
+        stored = found.get(keys.plan)
+        if stored is None or read_record(EpochPlan, stored.key, stored.value) != plan:
             opening.append(Put(keys.plan, plan.to_bytes()))
             news = tuple(news_of(spec, table, plan)) if table is not None else ()
     else:
         schema.restore_events(job, keys, found)
         job.state = must_read(JobState, keys.state, found[keys.state].value)
         where = "counting the dataset's records"
-        failure = UserFailure(error_type=type(unreadable).__name__, message=unreadable.message, task=where)
+        failure = UserFailure(
+            error_type=type(unreadable).__name__,
+            message=unreadable.message,
+            traceback=str(unreadable.details.get("output", "")),  # what the user's code has printed last
+            task=where,
+        )
         for change in fail(job.state, unreadable.message, FailureCause.DATASET, failure).changes:
             job.apply(change, clock.monotonic())
         opening = [Put(keys.state, job.state.to_bytes())]

@@ -33,6 +33,7 @@ from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.containment import backoff_s
 from trireme_shared.protocol.errors import DatasetError, NotFound, NotReady, PeerError, StorageUnreachable
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobSpec, TaskMeta
@@ -323,7 +324,7 @@ class SharedWriter(GroupCommit):
             return
         self._waiting.extendleft(reversed(self._taken))
         self._taken.clear()
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._lost_in_a_row)
+        pause_s = backoff_s(self._lost_in_a_row + 1, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         await asyncio.sleep(ids.jitter(pause_s))
 
     async def _confirm(self, group: Group) -> bool:

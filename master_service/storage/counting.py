@@ -30,7 +30,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,6 @@ def counter_of(
     dataset: Dataset,
     sizes: TaskSizes,
     check: Callable[[], None],
-    beside: Path | None,
     heads: Heads,
     seed: int,
 ) -> Counter:
@@ -77,9 +76,9 @@ def counter_of(
         case Npy():
             return lambda file: _count_or_empty(file, lambda file: _count_npy(file, heads))
         case Custom():
-            return _custom_counter(dataset, beside)
+            return _custom_counter(dataset)
         case MapStyle() | IterableStyle():
-            return lambda name: TableFile(name, count_object(dataset, beside, seed))
+            return lambda name: TableFile(name, count_object(dataset, seed))
         case TFRecord() | RecordIO() | WebDataset():
             return lambda file: count_framed(file, dataset, sizes, check)
         case HuggingFace():
@@ -199,8 +198,8 @@ def aligned(files: list[TableFile]) -> TableFile:
     return replace(files[0], stamp=joined_stamps([file.stamp for file in files]))
 
 
-def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
-    reader = load_custom(dataset.reader, beside)
+def _custom_counter(dataset: Custom) -> Counter:
+    reader = load_custom(dataset.reader)
 
     def count(url: str) -> TableFile:
         try:

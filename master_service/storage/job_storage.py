@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,10 +33,11 @@ from master_service.storage.counting import (
     why_empty,
 )
 from master_service.storage.series_files import SeriesFiles, StoredSeries
+from master_service.storage.user_code import CountRequest, count_apart
 from trireme_shared.checkpoints import stored
 from trireme_shared.datasets.dataset_files import files_of, stamp_of
-from trireme_shared.datasets.user_modules import find_beside
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import (
     DatasetError,
@@ -100,7 +100,7 @@ async def remove_files(spec: JobSpec) -> None:
     again then."""
     try:
         await asyncio.to_thread(files.remove_tree, spec.storage)
-    except OSError as error:
+    except (OSError, InvalidArgument) as error:
         msg = f"the files of job {spec.job} in {spec.storage} cannot be deleted: {error}"
         raise StorageUnreachable(msg, hint="the job is still there; delete it again") from error
 
@@ -112,32 +112,46 @@ class FileStorage:
 
     def __init__(self, spec: JobSpec, find_script: Callable[[str], Awaitable[Path]] = _as_it_is) -> None:
         self._storage, self._job, self._script, self._seed = spec.storage, spec.job, spec.script, spec.seed
+        self._code_limit_s = spec.task_timeout_ceiling_s
         self._find_script = find_script
         self.series: SeriesFiles | None = StoredSeries(spec.storage)
 
     async def count(self, source: Dataset, sizes: TaskSizes | int) -> FileTable:
-        beside = None
-        if source.names_code:
+        if runs_code(source):
+            table = await self._count_by_code(source, sizes)
+            await asyncio.to_thread(save, table, self._storage)
+        else:
+            partial = PartialCounts(self._storage, source, sizes)
             try:
-                script = await self._find_script(self._script)
-            except InvalidArgument as error:
-                raise DatasetError(error.message, hint=error.hint) from error
-            find_beside(str(script))
-            beside = script.parent
-        partial = PartialCounts(self._storage, source, sizes)
-        try:
-            table = await asyncio.to_thread(self._counted, source, sizes, partial, beside)
-        finally:
-            partial.stop.set()  # a cancelled caller: the thread ends at the next chunk, and keeps what it has
+                table = await asyncio.to_thread(self._counted, source, sizes, partial)
+            finally:  # a cancelled caller: the thread ends at the next chunk, and keeps what it has
+                partial.stop.set()
         log.info("dataset_counted", table=repr(table))
         return table
 
-    def _counted(
-        self, source: Dataset, sizes: TaskSizes | int, partial: PartialCounts, beside: Path | None
-    ) -> FileTable:
+    async def _count_by_code(self, source: Dataset, sizes: TaskSizes | int) -> FileTable:
+        """By the user's own code, in a process of its own. Raises DatasetError."""
+        try:
+            script = await self._find_script(self._script)
+        except InvalidArgument as error:
+            raise DatasetError(error.message, hint=error.hint) from error
+        sizes = sizes_of(sizes)
+        request = CountRequest(
+            dataset=source,
+            storage=self._storage,
+            folder=str(script.parent),
+            seed=self._seed,
+            minibatch=sizes.minibatch,
+            streams=sizes.streams,
+            fixed=sizes.fixed,
+            drop_last=sizes.drop_last,
+        )
+        return await count_apart(request, self._code_limit_s)
+
+    def _counted(self, source: Dataset, sizes: TaskSizes | int, partial: PartialCounts) -> FileTable:
         """Blocks. Raises DatasetError, CountingStopped."""
         try:
-            table = count_records(source, sizes, None, partial, beside, self._seed)
+            table = count_records(source, sizes, None, partial, self._seed)
         except CountingStopped:
             partial.keep(now=True)
             raise
@@ -159,33 +173,41 @@ class FileStorage:
         await asyncio.to_thread(stored.verify_parts, self._storage, ref, manifest)
 
 
+def runs_code(dataset: Dataset) -> bool:
+    """Whether the user's own code counts its records."""
+    stated = isinstance(dataset, MapStyle | IterableStyle) and dataset.records is not None
+    return dataset.names_code and not stated
+
+
+def sizes_of(sizes: TaskSizes | int) -> TaskSizes:
+    """An int: so many records in each task."""
+    return TaskSizes(sizes, fixed=sizes) if isinstance(sizes, int) else sizes
+
+
 def count_records(
     dataset: Dataset,
     sizes: TaskSizes | int,
     progress: Progress | None = None,
     partial: PartialCounts | None = None,
-    beside: Path | None = None,
     seed: int = 0,
 ) -> FileTable:
     """The file table of a dataset; `sizes`: how large its tasks are, or records of each. `progress(files
     counted, files)` is called in the calling thread. With `partial` it goes on where an earlier count was
-    stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a Custom
-    dataset may lie. `seed`: of the job, for objects of the script.
+    stopped, and can be stopped itself. `seed`: of the job, for objects of the script.
 
     Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
-    if isinstance(sizes, int):
-        sizes = TaskSizes(sizes, fixed=sizes)
+    sizes = sizes_of(sizes)
     files = files_of(dataset)
     if isinstance(dataset, Npy):
         check_names(dataset, files)
     check = partial.check if partial is not None else lambda: None
     heads = Heads(dataset)
-    count = _stamped(dataset, counter_of(dataset, sizes, check, beside, heads, seed))
+    count = _stamped(dataset, counter_of(dataset, sizes, check, heads, seed))
     if partial is not None:
         partial.load()
     counted: list[TableFile] = []
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="count") as pool:
+    with ThreadPoolExecutor(min(THREADS, cores()), thread_name_prefix="count") as pool:
         try:
             for file in pool.map(_kept(partial, count), files):
                 counted.append(file)

@@ -11,7 +11,6 @@ them as one `Members` value.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -49,6 +48,7 @@ from master_service.core.state.job import LEFT_KEPT, Job, Members
 from master_service.core.state.kept import EventLog
 from trireme_shared.platform.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchBatch, WatchEvent
 from trireme_shared.platform.etcd.reading import must_read, read_below, read_number, read_record, understood
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.protocol.errors import Conflict, TooLarge
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
 from trireme_shared.protocol.events import EventChunk
@@ -237,7 +237,7 @@ def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
     key = event.kv.key
     if event.type == "put":
         if key == keys.task_meta:
-            return NextEpoch(TaskMeta.model_validate_json(event.kv.value).epoch)
+            return NextEpoch(TaskMeta.from_bytes(event.kv.value).epoch)
         return _change(keys, job, key, event.kv.value)
     if key.startswith(keys.operations):
         return DropOperation(keys.name_of(key))
@@ -273,7 +273,7 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
     """The change that a key stands for; None for keys that do not concern the job's state."""
     for record, place in _places(keys).items():
         if key == place:
-            return record.model_validate_json(value)
+            return record.from_bytes(value)
     if key.startswith(keys.operations):
         return read_record(Operation, key, value)
     if key.startswith(keys.answers):
@@ -289,12 +289,12 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
         case "cursor":
             return PutCursor(name, int(value))
         case "pending":
-            return PutPending(name, PendingTask.model_validate_json(value))
+            return PutPending(name, PendingTask.from_bytes(value))
         case "requeued":
-            return PutRequeued(name, RequeuedTask.model_validate_json(value))
+            return PutRequeued(name, RequeuedTask.from_bytes(value))
         case "discarded":
             task_id = name.partition("@")[0]
-            lost = DiscardedTask.model_validate_json(value)
+            lost = DiscardedTask.from_bytes(value)
             return PutDiscarded(task_id, lost, job.queue_of(task_id).streams.records_of(task_id))
         case _:
             return None
@@ -398,7 +398,7 @@ class MembersWatch:
 
     async def run(self, start_revision: int) -> None:
         """Watch all ranges from `start_revision` on, until cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             for first, end in self._ranges:
                 group.create_task(self._watch(first, end, start_revision))
 

@@ -43,11 +43,23 @@ from master_service.core.changes import (
 from master_service.core.decisions.lifecycle import with_counts
 from master_service.core.state.job import Job
 from master_service.store.schema import Batch, check_fits, compares, operations
-from trireme_shared.platform.etcd import Compare, Delete, Etcd, Get, Lease, NoSpace, Put, TxnResult
+from trireme_shared.platform.etcd import (
+    Compare,
+    Delete,
+    Etcd,
+    Get,
+    Lease,
+    LeaseLost,
+    NoSpace,
+    Put,
+    TxnResult,
+)
+from trireme_shared.platform.etcd.errors import UNUSABLE
 from trireme_shared.platform.etcd.fenced import FencedWrite
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import Notices
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.protocol.errors import (
     NotLeader,
     NotReady,
@@ -72,6 +84,10 @@ log = telemetry.logger("writer")
 
 class LockLost(NotLeader):
     """Another process holds the lock, or the lease ran out: this term is over."""
+
+
+#: Errors by which a term of a leader ends. No other error of one of its tasks ends it.
+TERM_OVER = (NotLeader, LeaseLost, *UNUSABLE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -326,7 +342,7 @@ class MasterWriter(GroupCommit):
 
     async def run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as self._sending:
+            async with LongLivedGroup() as self._sending:
                 await super().run()
         finally:
             for commit in self._under_way:

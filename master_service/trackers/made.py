@@ -112,4 +112,8 @@ def _refused_folder(uri: str, environment: Mapping[str, str]) -> bool:
 
 def _has_login() -> bool:
     """Whether `wandb login` was done here."""
-    return any((Path.home() / name).exists() for name in (".netrc", "_netrc"))
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without HOME and without an entry in the system's list of users
+        return False
+    return any((home / name).exists() for name in (".netrc", "_netrc"))

@@ -14,12 +14,14 @@ CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -
                                                  `-- the pause was given up meanwhile: nothing is kept
 
 Asynchronous copies have blocks, rows and ledger of one instant: a push that is being stepped is whole, rows
-and ledger are copied before the next one begins, then the blocks.
+and ledger are copied before the next one begins, then the blocks. If pushes may come meanwhile (independent
+checkpoints), each copies the blocks that the copy lacks before it changes them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -27,7 +29,7 @@ from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext, StateFollower
 from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.checkpoints.parts import Checkpointer, Copied, Copies
-from trireme_shared.checkpoints.saving_context import Cut, SavingContext, read_cut
+from trireme_shared.checkpoints.saving_context import Cut, GivenUp, SavingContext, read_cut
 from trireme_shared.checkpoints.tables import tables_of
 from trireme_shared.checkpoints.writer import DeltaBase, narrow_to_changes
 from trireme_shared.platform.runtime import clock, telemetry
@@ -69,7 +71,8 @@ class StoreCopies(Copies):
         super().__init__(context.pserver.snapshot_ready)
         self._context, self._pserver = context, context.pserver
         self._chains = Chains()
-        self._store: Store | None = None  # of the copy that was taken last
+        # Of the copy that was taken last. Who rolls back frees the store first: nothing here may keep it.
+        self._store: weakref.ref[Store] | None = None
         self._taken: _Taken | None = None
         self.checkpointer = Checkpointer(saving_of(context), self)
 
@@ -82,7 +85,7 @@ class StoreCopies(Copies):
         snapshot = store.take_snapshot() if store is not None else None
         if store is None or snapshot is None:
             return None
-        self._store = store
+        self._store = weakref.ref(store)
         return Copied(
             snapshot=snapshot,
             index=self._pserver.index,
@@ -109,9 +112,10 @@ class StoreCopies(Copies):
     async def chain(
         self, copied: Copied, slots: SlotMap, latest: CheckpointLatest | None, damaged: Collection[str]
     ) -> tuple[PartLink, ...]:
-        snapshot, store = copied.snapshot, self._store
-        assert store is not None
-        self._taken = _Taken(store, slots, versions_of(snapshot))
+        snapshot, store = copied.snapshot, self._store() if self._store is not None else None
+        if store is None:
+            raise GivenUp("the parameters were dropped")
+        self._taken = _Taken(store.name, slots, versions_of(snapshot))
         base = self._chains.base(latest, damaged, store, slots, self._context.spec.deltas_per_base)
         narrowed = base is not None and await self.checkpointer.offload(narrow_to_changes, snapshot, base)
         return base.chain if base is not None and narrowed else ()
@@ -127,9 +131,9 @@ class StoreCopies(Copies):
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The copy whose part is being written."""
+    """The copy whose part is being written; `store`: its name."""
 
-    store: Store
+    store: str
     slots: SlotMap
     versions: Mapping[str, int]
 
@@ -185,11 +189,11 @@ class Chains:
         return DeltaBase(chain, own.versions)
 
     def add(
-        self, uuid: str, part: CheckpointPart, store: Store, slots: SlotMap, versions: Mapping[str, int]
+        self, uuid: str, part: CheckpointPart, store: str, slots: SlotMap, versions: Mapping[str, int]
     ) -> None:
-        """A part that is written."""
+        """A part that is written, of the store with that name."""
         if versions:
-            self._written[uuid] = _Written(part, store.name, slots, versions)
+            self._written[uuid] = _Written(part, store, slots, versions)
 
 
 class PausedCopy(StateFollower):
@@ -244,21 +248,36 @@ async def copy(pserver: Pserver, record: StepRecord, generation: int, goes_on: C
         return False
     kept = False
     try:
-        copied_bytes = 0
-        for done, number in enumerate(number for number in copying.blocks if number != ROWS):
-            if copied_bytes >= COPY_BYTES:
-                copied_bytes = 0
-                await asyncio.sleep(0)
-                if pserver.store is not store or not goes_on(done):
-                    return False
-            store.copy_block(copying, number)
-            copied_bytes += store.blocks[number].place.bytes
-        kept = store.keep_copy(copying)
+        kept = await copy_blocks(pserver, store, copying, goes_on, COPY_BYTES) and store.keep_copy(copying)
     finally:
         if not kept:
             copying.release()
     pserver.look_for_snapshot()
     return kept
+
+
+async def copy_blocks(
+    pserver: Pserver,
+    store: AsyncStore,
+    copying: AsyncSnapshot,
+    goes_on: Callable[[int], bool],
+    at_once: int,
+) -> bool:
+    """What the copy lacks, `at_once` bytes of values between two turns of the event loop. `goes_on`: see
+    `copy`. False: it did not go on, or other blocks are there now."""
+    copied_bytes = 0
+    for done, number in enumerate(number for number in copying.blocks if number != ROWS):
+        if copied_bytes >= at_once:
+            copied_bytes = 0
+            await asyncio.sleep(0)
+            if not goes_on(done):
+                return False
+        if pserver.store is not store or copying.slots != store.slots:
+            return False
+        if copying.lacks(number):
+            store.copy_block(copying, number)
+            copied_bytes += store.blocks[number].place.bytes
+    return True
 
 
 async def begin(pserver: Pserver, store: Store, make: Callable[[], AsyncSnapshot]) -> AsyncSnapshot | None:

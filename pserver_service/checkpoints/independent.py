@@ -1,8 +1,9 @@
 """Independent checkpoints: this pserver saves itself from time to time, without the others and without a
 pause.
 
-queue read -> all blocks copied at one instant -> file, manifest -> checkpoints/pservers/<index>
+queue read -> all blocks copied as they are at one instant -> file, manifest -> checkpoints/pservers/<index>
     -> older files deleted
+                                                   `-> an error: the files of this one deleted
 
 The queue is read first: a task that is done in it is wholly in the copy, so the losses of a return to it can
 be counted. Such checkpoints of two pservers are of different moments, so a pserver only loads its own.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.checkpoints.copies import begin, saving_of
+from pserver_service.checkpoints.copies import begin, copy_blocks, saving_of
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
 from trireme_shared.checkpoints import writer
@@ -24,13 +25,14 @@ from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.records import JobSpec, Mode
-from trireme_shared.protocol.records.checkpoints import CheckpointRef, OwnCheckpoints
+from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef, OwnCheckpoints
 from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.serving.core.ledger import AsyncSnapshot
 from trireme_shared.serving.core.stores import AsyncStore
 
 LOOK_S = 0.5
 RETRY_S = 2.0
+COPY_BYTES = 1 << 20  # of values in one turn, with their optimizer's state: pushes go on meanwhile
 
 log = telemetry.logger("pserver.independent")
 
@@ -43,6 +45,7 @@ class Independent:
         self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
         self._pserver, self._own_index, self.offload = context.pserver, context.own_index, context.offload
         self._number = 0
+        self._unnamed: set[str] = set()  # checkpoints that were begun here, and that the key does not name
 
     async def run(self) -> None:
         """Until cancelled. No failure here ends training."""
@@ -93,9 +96,7 @@ class Independent:
         if self._pserver.store is not store:
             raise GivenUp("the parameters were dropped")
         number = max(self._number, before.kept[0].step if before and before.kept else 0) + 1
-        snapshot = await begin(self._pserver, store, lambda: _copied(store, number))
-        if snapshot is None:
-            raise GivenUp("the parameters were dropped")
+        snapshot = await self.copied(store, number)
         self._number = number
         pending = PendingCheckpoint(
             uuid=ids.named_uuid("independent", self._keys.job, self._pserver.incarnation, number),
@@ -110,9 +111,41 @@ class Independent:
             cut=Cut(cut.queue),
             file=f"pserver-{self._pserver.index}.{ids.new_id()}.safetensors",
         )
+        self._unnamed.add(pending.uuid)
+        try:
+            part, kept = await self._commit(spec, pending, snapshot, before, revision)
+        except (PeerError, LeaseLost):  # the key may name it all the same
+            raise
+        except (OSError, InvalidArgument, GivenUp):
+            await self._remove(spec, {pending.uuid})
+            raise
+        self._pserver.checkpoint_error = ""
+        seconds = round(clock.monotonic() - began, 3)
+        log.info(
+            "checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds
+        )
+        named = {ref.uuid for ref in kept}
+        stale = {ref.uuid for ref in (before.kept if before else ())} | self._unnamed
+        self._unnamed -= named
+        await self._remove(spec, stale - named)
+
+    async def _commit(
+        self,
+        spec: JobSpec,
+        pending: PendingCheckpoint,
+        snapshot: AsyncSnapshot,
+        before: OwnCheckpoints | None,
+        revision: int,
+    ) -> tuple[CheckpointPart, tuple[CheckpointRef, ...]]:
+        """Its part, and what the key names then. Raises GivenUp, PeerError, LeaseLost, OSError,
+        InvalidArgument."""
         try:
             ledger = lambda: ledger_metadata(snapshot)  # noqa: E731
             part = await write_part(saving_of(self._context), self.offload, pending, snapshot, ledger)
+        except InvalidArgument as error:
+            if self._pserver.store is None:
+                raise GivenUp("the parameters were dropped") from error
+            raise
         finally:
             snapshot.release()
         if self._pserver.store is None:
@@ -122,9 +155,8 @@ class Independent:
             self._keys.job, spec, [part], term=term, generation=generation, timestamp=part.timestamp
         )
         name: str = await self.offload(writer.write_manifest, spec.storage, manifest)
-        ref = CheckpointRef(uuid=pending.uuid, step=number, timeline=timeline, manifest=name)
-        older = self._older(before)
-        kept = (ref, *older)[: spec.keep_checkpoints]
+        ref = CheckpointRef(uuid=pending.uuid, step=part.step, timeline=pending.timeline, manifest=name)
+        kept = (ref, *self._older(before))[: spec.keep_checkpoints]
         own = OwnCheckpoints(
             pserver=self._pserver.index,
             incarnation=self._pserver.incarnation,
@@ -136,14 +168,42 @@ class Independent:
         proofs = [self._own_index.held, Compare.mod(key, "==", revision)]
         if not (await self._etcd.txn(proofs, [Put(key, own.to_bytes())])).succeeded:
             raise GivenUp(f"pserver-{self._pserver.index} is another process now, or its key has moved")
-        self._pserver.checkpoint_error = ""
-        seconds = round(clock.monotonic() - began, 3)
-        log.info(
-            "checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds
-        )
-        stale = [each.uuid for each in (before.kept if before else ()) if each not in kept]
-        if stale:
-            await self.offload(writer.remove, spec.storage, stale)
+        return part, kept
+
+    async def _remove(self, spec: JobSpec, uuids: set[str]) -> None:
+        """Files of checkpoints that the key does not name, and never will."""
+        if not uuids:
+            return
+        self._unnamed |= uuids
+        try:
+            await self.offload(writer.remove, spec.storage, sorted(uuids))
+        except OSError as error:  # the next checkpoint removes them
+            log.warning("checkpoints_not_deleted", checkpoints=sorted(uuids), cause=str(error))
+        else:
+            self._unnamed -= uuids
+
+    async def copied(self, store: AsyncStore, number: int) -> AsyncSnapshot:
+        """All of it as it is at one instant; pushes go on meanwhile. Raises GivenUp."""
+        record = StepRecord(version=number, positions=())
+
+        def begun() -> AsyncSnapshot:
+            copying = store.begin_copy(record)
+            store.copy_before_changes(copying)
+            return copying
+
+        copying = await begin(self._pserver, store, begun)
+        if copying is None:
+            raise GivenUp("the parameters were dropped")
+        whole = False
+        try:
+            whole = await copy_blocks(self._pserver, store, copying, lambda _: True, COPY_BYTES)
+        finally:
+            store.copy_before_changes(None)
+            if not whole:
+                copying.release()
+        if not whole:
+            raise GivenUp("the parameters were dropped, or blocks moved, while they were copied")
+        return copying
 
     async def _before(self) -> tuple[OwnCheckpoints | None, int]:
         """The key's record, and its revision (0: there is none)."""
@@ -168,11 +228,3 @@ class Independent:
         what = f"pserver-{index} cannot write its checkpoint below {place}: {error}"
         self._pserver.checkpoint_error = f"{what}; {advice_for(error)}"
         log.error("checkpoint_failed", message=self._pserver.checkpoint_error)
-
-
-def _copied(store: AsyncStore, number: int) -> AsyncSnapshot:
-    """All of it at once."""
-    snapshot = store.begin_copy(StepRecord(version=number, positions=()))
-    for block in store.blocks:
-        store.copy_block(snapshot, block)
-    return snapshot

@@ -199,7 +199,8 @@ class SlotFollower:
         if header.whole and not arriving.whole:
             if arriving.rows is not None:
                 await self._complete_rows(header, arriving, arriving.rows)
-            ledger, _ = ledger_text.from_text(header.ledger) if header.ledger else (SavedLedger({}), ())
+            text = header.ledger or arriving.ledger_text.decode()
+            ledger, _ = ledger_text.from_text(text) if text else (SavedLedger({}), ())
             arriving.complete(header.blocks, header.history, ledger)
             self._pserver.generation = max(self._pserver.generation, header.generation)
         return HandoffAnswer(have=arriving.whole)

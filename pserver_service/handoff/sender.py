@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pserver_service.checkpoints import ledger_text
@@ -27,7 +28,7 @@ from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.assignments import Group, Handed, Migration
 from trireme_shared.protocol.wire.messages import HandoffHeader, HandoffPart
-from trireme_shared.serving.core.moving import LeavingBlocks
+from trireme_shared.serving.core.moving import LEDGER_BYTES, LeavingBlocks, in_pieces
 from trireme_shared.serving.core.store import Store
 
 if TYPE_CHECKING:
@@ -229,8 +230,8 @@ class HandOver:
             try:
                 moving.port = moving.port or self._port(moving)
                 if moving.port is not None:
-                    header = self._header(moving, coming=coming, whole=whole)
-                    answer = await moving.port.hand_over(header, _counted(moving, parts()))
+                    header, ledger = apart(self._header(moving, coming=coming, whole=whole))
+                    answer = await moving.port.hand_over(header, chain(_counted(moving, parts()), ledger))
                     if answer.have or not whole:
                         return
                 cause = "the target is not registered, or does not have everything"
@@ -289,6 +290,14 @@ def _rows(store: Store, group: Group) -> LeavingRows | None:
     from trireme_shared.serving.core.table.moving import LeavingOnArrival, LeavingRows  # noqa: PLC0415
 
     return (LeavingOnArrival if store.mode is Mode.ASYNC else LeavingRows)(store.rows, group.slots)
+
+
+def apart(header: HandoffHeader) -> tuple[HandoffHeader, Parts]:
+    """A header of bounded size, and the pieces of its ledger if that is large: millions of tasks in an
+    epoch."""
+    if len(header.ledger) <= LEDGER_BYTES:
+        return header, iter(())
+    return header.with_fields(ledger=""), in_pieces(header.ledger)
 
 
 def _seconds_since(moment: float | None) -> float:

@@ -1,6 +1,10 @@
 """`make compose-test`: the image is built, `docker compose up` trains, is scaled through REST and loses
-containers; the model's bits are those of an undisturbed run, also with the files of jobs in a bucket at S3,
-and nothing is left. Needs a Docker Engine (DOCKER_HOST, as for docker).
+containers and the whole Engine; the model's bits are those of an undisturbed run, also with the files of
+jobs in a bucket at S3, and nothing is left.
+
+The Engine is one of the test's own, with its data in --engine FOLDER, else in a temporary folder (root, and
+the programs of Docker are installed). Otherwise it is the machine's (DOCKER_HOST, as for docker), which is
+not restarted.
 
 BASE_IMAGE, BUILD_IMAGE: as in docs/docker.md; without them Docker Hub's Python, else a Debian that
 debootstrap makes.
@@ -9,11 +13,13 @@ debootstrap makes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.compose import engine, object_storage, s3_server
+from tests.compose import engine, object_storage, private_engine, restarts, s3_server
 from tests.compose.jobs import (
     EXAMPLE,
     JOB_S,
@@ -26,6 +32,7 @@ from tests.compose.jobs import (
     trains,
     working,
 )
+from tests.compose.private_engine import PrivateEngine
 from tests.compose.project import Project, step_of, until
 from tests.compose.restoring import restoring_is_seen
 from tests.soak.run import SoakError
@@ -33,7 +40,8 @@ from trireme.client import Client
 from trireme_shared.platform.runtime import ids, telemetry
 
 IMAGE, ETCD_IMAGE = "trireme-test:latest", "trireme-test-etcd:latest"
-MOST_MB = 1400
+MOST_MB = 1150
+PARTS = ("volumes", "restarts", "s3")
 
 
 def main() -> int:
@@ -44,46 +52,62 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8479, help="where the API is published (default: 8479)")
     parser.add_argument("--no-build", action="store_true", help=f"take {IMAGE} and {ETCD_IMAGE} as they are")
     parser.add_argument("--keep", action="store_true", help="leave the containers running")
+    parser.add_argument(
+        "--engine", type=Path, metavar="FOLDER", help="where the test's own Engine keeps its data"
+    )
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="this part; may be given several times"
+    )
     arguments = parser.parse_args()
     telemetry.configure(level="ERROR", json=False)
-    if why := engine.missing():
-        sys.stderr.write(f"no Docker Engine to test with: {why}\n")
-        return 2
+    with contextlib.ExitStack() as opened:
+        own, why = None, private_engine.missing()
+        if not why:
+            own = opened.enter_context(PrivateEngine(arguments.engine))
+        if why and arguments.engine:
+            sys.stderr.write(f"no Engine in {arguments.engine}: {why}\n")
+            return 2
+        if lacking := engine.missing():
+            sys.stderr.write(f"no Docker Engine to test with: {lacking}{f'; and {why}' if why else ''}\n")
+            return 2
+        return run(arguments, own, why)
+
+
+def run(arguments: argparse.Namespace, own: PrivateEngine | None, why: str) -> int:
+    """`own`: the test's Engine; None: there can be none, because of `why`."""
     name = f"trireme-test-{ids.secret()[:8]}".lower()
-    environment = {
-        "TRIREME_IMAGE": IMAGE,
-        "ETCD_IMAGE": ETCD_IMAGE,
-        "API_PORT": str(arguments.port),
-        "TRAINERS": "4",
-        "PSERVERS": "3",
-        "MASTERS": "2",
-        "EXAMPLE": EXAMPLE,
-    }
+    images = {"TRIREME_IMAGE": IMAGE, "ETCD_IMAGE": ETCD_IMAGE, "API_PORT": str(arguments.port)}
+    many = {**images, "TRAINERS": "4", "PSERVERS": "3", "MASTERS": "2", "EXAMPLE": EXAMPLE}
+    few = {**images, "TRAINERS": "2", "PSERVERS": "2", "MASTERS": "1", "EXAMPLE": EXAMPLE}
     timeline = Timeline()
     timeline.say(f"{engine.machine()}; project {name}")
+    if not arguments.no_build:
+        engine.build(IMAGE, ETCD_IMAGE)
+        timeline.say("both images are built")
     calm = ""
 
     def on_volumes(project: Project) -> None:
         nonlocal calm
         calm = scenario(project, arguments, timeline)
 
+    def with_restarts(project: Project) -> None:
+        assert own is not None
+        restarts.scenario(project, own, arguments.epochs, calm, timeline)
+
     def on_s3(project: Project) -> None:
         project.environment["S3_IMAGE"] = s3_server.image()
         object_storage.scenario(project, arguments.epochs, calm, timeline)
 
-    with_s3 = {
-        **environment,
-        "API_PORT": str(arguments.port + 1),
-        "TRAINERS": "2",
-        "PSERVERS": "2",
-        "MASTERS": "1",
+    projects = {
+        "volumes": (on_volumes, Project(name, many)),
+        "restarts": (with_restarts, Project(f"{name}-r", {**few, "EXAMPLE": ""})),
+        "s3": (on_s3, Project(f"{name}-s3", few, s3_server.ENV_FILE, object_storage.BUCKET)),
     }
-    parts = (
-        (on_volumes, Project(name, environment)),
-        (on_s3, Project(f"{name}-s3", with_s3, s3_server.ENV_FILE, object_storage.BUCKET)),
-    )
-    for part, project in parts:
-        if not passes(part, project, timeline, keep=arguments.keep):
+    for part in arguments.only or PARTS:
+        if part == "restarts" and own is None:
+            timeline.say(f"the Engine is not restarted: {why}")
+            continue
+        if not passes(*projects[part], timeline, keep=arguments.keep):
             return 1
     timeline.say("passed")
     return 0
@@ -96,7 +120,8 @@ def passes(part: Callable[[Project], None], project: Project, timeline: Timeline
     except SoakError as error:
         timeline.say(f"FAILED: {error}")
         for service in ("setup", "master", "pserver", "trainer", "etcd", "s3"):
-            timeline.say(project.compose("logs", "--tail", "15", service)[-4000:])
+            with contextlib.suppress(SoakError):  # not each project has all of them
+                timeline.say(project.compose("logs", "--tail", "15", service)[-4000:])
         return False
     finally:
         if not keep:
@@ -113,9 +138,6 @@ def passes(part: Callable[[Project], None], project: Project, timeline: Timeline
 
 def scenario(project: Project, arguments: argparse.Namespace, timeline: Timeline) -> str:
     """The digest of the undisturbed model."""
-    if not arguments.no_build:
-        engine.build(IMAGE, ETCD_IMAGE)
-        timeline.say("both images are built")
     size_mb = engine.size_mb(IMAGE)
     timeline.say(f"the image has {size_mb:.0f} MB (at most {MOST_MB})")
     check(size_mb < MOST_MB, "it is too large")
@@ -161,7 +183,7 @@ def disturb(project: Project, client: Client, timeline: Timeline) -> None:
 def resized(client: Client, trainers: int, pservers: int, timeline: Timeline) -> None:
     before, begun = step_of(client, "disturbed"), time.monotonic()
     resize = client.create_resize("disturbed", trainers=trainers, pservers=pservers)
-    done = client.wait_for_resize("disturbed", resize.resize_id, timeout_s=JOB_S)
+    done = client.wait_for_resize("disturbed", resize.operation_id, timeout_s=JOB_S)
     check(not done.error_code, f"the resize failed: {done.error_code} {done.reason}")
 
     def there() -> bool:

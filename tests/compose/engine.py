@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = "trireme-test-base:bookworm"
 BUILD = "trireme-test-build:bookworm"
 UPSTREAM = "python:3.11-slim-bookworm"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST")
+UNUSED = ("var/cache/apt", "var/lib/apt/lists", "usr/share/man", "usr/share/locale")  # as docs/docker.md says
 PULL_S = 300
 BUILD_S = 3600
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -64,7 +67,7 @@ def missing() -> str:
     if shutil.which("docker") is None:
         return "the program docker is not installed"
     try:
-        run(["docker", "version", "--format", "{{.Server.Version}}"], timeout_s=20)
+        run(["docker", "version", "--format", "{{.Server.Version}}"], timeout_s=90)
         compose_command()
     except SoakError as error:
         return str(error)
@@ -76,7 +79,7 @@ def compose_command() -> list[str]:
     for command in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(command[0]):
             try:
-                run([*command, "version"], timeout_s=20)
+                run([*command, "version"], timeout_s=90)
             except SoakError:
                 continue
             return command
@@ -110,7 +113,7 @@ def base_image() -> str:
         include = "--include=python3,python3-venv,ca-certificates"
         mirror = [found] if (found := debian_mirror()) else []
         run(["debootstrap", "--variant=minbase", include, "bookworm", folder, *mirror], timeout_s=BUILD_S)
-        for name in ("var/cache/apt", "var/lib/apt/lists"):
+        for name in UNUSED:
             shutil.rmtree(Path(folder, name), ignore_errors=True)
         run(
             ["bash", "-c", f"set -o pipefail; tar -C {folder} -c . | docker import - {BASE}"],
@@ -138,7 +141,7 @@ def build_image(base: str) -> str:
         if CERTIFICATES.exists():
             shutil.copy(CERTIFICATES, folder)
             lines += [f"COPY {CERTIFICATES.name} {CERTIFICATES}", f"ENV PIP_CERT={CERTIFICATES}"]
-        for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"):
+        for name in PIP:
             if value := os.environ.get(name):
                 lines.append(f"ENV {name}={value}")
         wheels = [Path(each) for each in os.environ.get("PIP_FIND_LINKS", "").split() if Path(each).is_dir()]
@@ -152,14 +155,23 @@ def build_image(base: str) -> str:
     return BUILD
 
 
-def build(tag: str, etcd_tag: str) -> None:
-    """Trireme's image and etcd's, with the network of this machine."""
+def sources() -> dict[str, str]:
+    """Variables for `docker compose build`: where this machine gets its packages. All of them, so that it
+    and `build` find the layers of each other."""
     base = base_image()
-    arguments = [f"BASE_IMAGE={base}", f"BUILD_IMAGE={build_image(base)}"]
-    if os.environ.get("PIP_FIND_LINKS") or os.environ.get("PIP_INDEX_URL"):
-        arguments.append("TORCH_INDEX=")  # torch comes from there
-    options = [part for argument in arguments for part in ("--build-arg", argument)]
-    command = ["docker", "build", "--network", "host", *options, "--file", "docker/Dockerfile"]
+    found = {"BASE_IMAGE": base, "BUILD_IMAGE": build_image(base), "BUILD_NETWORK": "host"}
+    found |= {name: os.environ.get(name, "") for name in PIP}
+    # torch comes from there
+    own = os.environ.get("PIP_FIND_LINKS") or os.environ.get("PIP_INDEX_URL")
+    return {**found, "TORCH_INDEX": "" if own else TORCH_INDEX}
+
+
+def build(tag: str, etcd_tag: str) -> None:
+    """Trireme's image and etcd's."""
+    arguments = sources()
+    network = arguments.pop("BUILD_NETWORK")
+    options = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
+    command = ["docker", "build", "--network", network, *options, "--file", "docker/Dockerfile"]
     run([*command, "--tag", tag, "."], timeout_s=BUILD_S)
     run([*command, "--target", "etcd", "--tag", etcd_tag, "."], timeout_s=BUILD_S)
 

@@ -20,8 +20,8 @@ from trireme.client import Client, Standing
 
 EXAMPLE = "digits"
 LEAST_ACCURACY = 0.95
-JOB_S = 1200
-NEXT_STEP_S = 120
+JOB_S = 2400
+NEXT_STEP_S = 300
 KEPT_STEPS = 100  # between two disturbances
 
 

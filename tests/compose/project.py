@@ -39,7 +39,7 @@ class Project:
         scale = [part for name, count in counts.items() for part in ("--scale", f"{name}={count}")]
         self.compose("up", "--detach", "--no-recreate", "--no-build", *scale, *services, timeout_s=600)
 
-    def cli(self, *arguments: str, timeout_s: float = 120) -> str:
+    def cli(self, *arguments: str, timeout_s: float = 300) -> str:
         return self.compose("run", "--rm", "-T", "cli", *arguments, timeout_s=timeout_s)
 
     def cat(self, place: str) -> bytes:

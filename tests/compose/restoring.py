@@ -16,7 +16,7 @@ from trireme.client import Client, Standing
 
 JOB = "restoring"
 FOLDER = f"/storage/jobs/{JOB}/checkpoints"
-LIMIT_S = 120
+LIMIT_S = 300
 # the checkpoint of the initial parameters stays the only one
 SETTINGS = ("checkpoint_every_epochs=1000000", "checkpoint_every_seconds=86400")
 LOADS = {"live": True, "ready": False, "reason": "loads a checkpoint"}

@@ -87,7 +87,7 @@ class Disturbed:
 
     async def resize(self, name: str, **numbers: int) -> None:
         async def ended(cluster: AsyncClient) -> Any:
-            while (found := await cluster.get_resize(name, made.resize_id, wait_s=1.0)).state == "RUNNING":
+            while (found := await cluster.get_resize(name, made.operation_id, wait_s=1.0)).state == "RUNNING":
                 pass
             return found
 

@@ -26,7 +26,7 @@ from tests.end_to_end.scripts import OWN_LOOP, RECORDS
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.client import AsyncClient
 from trireme.launch.cluster import LocalCluster
-from trireme.view.child_events import read_events
+from trireme.view.child_events import AS_ASKED, ENDS, read_events
 from trireme.view.job_address import client_of
 from trireme_shared.platform.security.authority import create_authority, issue
 from trireme_shared.platform.security.tls import Tls
@@ -195,7 +195,7 @@ async def test_members_that_are_asked_to_leave_hand_over_first_and_change_no_bit
         assert same_bits(await completed(cluster), undisturbed)
         assert cluster.deaths == {"trainer-0": 1, leader: 1, "pserver-1": 1}
     events = read_events(tmp_path / "run")
-    assert {event["cause"] for event in events if event["what"] == "died"} == {"exit code 0"}
+    assert {event["cause"] for event in events if event["what"] in ENDS} == {AS_ASKED}
 
 
 async def rolled_back(cluster: LocalCluster, timeline: int) -> None:

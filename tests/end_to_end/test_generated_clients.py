@@ -67,7 +67,7 @@ def drive_by(make: Callable[[Path, Path], list[object]], target: Target, where: 
         "resize": "COMMITTED",
         "trainers": 2,
         "problem": "NOT_FOUND",
-        "standing": "CANCELLED",
+        "states": ["PAUSED", "CANCELLED"],
     }
 
 
@@ -77,7 +77,7 @@ def data_of(script: Path) -> list[str]:
 
 def document_of(target: Target) -> bytes:
     headers = {"Authorization": f"Bearer {target.token}"}
-    answer = httpx.get(f"{target.address}/openapi.json", headers=headers, trust_env=False)
+    answer = httpx.get(f"{target.address}/openapi.json", headers=headers, trust_env=False, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.content
 
@@ -105,13 +105,14 @@ def drive_by_our_own(trireme: Command, target: Target, script: Path) -> None:
         told = trireme.run("scale", "ours", "--trainers", 2, "--dry-run", "--json")
         assert (told.code, json.loads(told.out)["trainers"]) == (0, 2), told
         resize = client.create_resize("ours", trainers=2)
-        assert client.wait_for_resize("ours", resize.resize_id).phase == "COMMITTED"
-        client.pause_job("ours")
-        client.wait_for_job("ours", lambda found: found.standing == "PAUSED")
+        assert client.wait_for_resize("ours", resize.operation_id).phase == "COMMITTED"
+        paused = client.pause_job("ours")
+        assert client.wait_for_operation("ours", paused.operation_id).state == "DONE"
+        assert client.get_job("ours").state == "PAUSED"
         with pytest.raises(Conflict):
             client.get_task_summary("ours")
         client.resume_job("ours")
-        client.wait_for_job("ours", lambda found: found.phase == "RUNNING")
+        client.wait_for_job("ours", lambda found: found.state == "RUNNING")
         with pytest.raises(NotFound):
             client.get_task("ours", "no-such-task")
     if token:

@@ -48,11 +48,12 @@ async def resized(cluster: LocalCluster, pservers: int, trainers: int) -> Resize
                 await asyncio.sleep(0.1)
 
     job, numbers = cluster.spec.job, {"pservers": pservers, "trainers": trainers}
-    found = await call(lambda client: client.create_resize(job, key=key, **numbers))
-    name = found.resize_id
+    name = (await call(lambda client: client.create_resize(job, key=key, **numbers))).operation_id
     async with asyncio.timeout(RESIZE_S):
-        while found.state == "RUNNING":
-            found = await call(lambda client: client.get_resize(job, name, wait_s=1.0))
+        while (
+            found := await call(lambda client: client.get_resize(job, name, wait_s=1.0))
+        ).state == "RUNNING":
+            pass
     return found
 
 

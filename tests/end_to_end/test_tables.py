@@ -132,10 +132,10 @@ async def call(cluster: LocalCluster, invoke):
 async def resized(cluster: LocalCluster, pservers: int, strategy: str, **kill: str) -> None:
     """`kill`: whom, as soon as the first group has moved."""
     job, asked = cluster.spec.job, {"key": ids.new_id("test"), "pservers": pservers, "strategy": strategy}
-    found = await call(cluster, lambda client: client.create_resize(job, **asked))
-    name, killed = found.resize_id, not kill
+    name = (await call(cluster, lambda client: client.create_resize(job, **asked))).operation_id
+    found, killed = None, not kill
     async with asyncio.timeout(LIMIT_S):
-        while found.state == "RUNNING":
+        while found is None or found.state == "RUNNING":
             wait_s = 1.0 if killed else 0.05
             found = await call(
                 cluster, lambda client, wait_s=wait_s: client.get_resize(job, name, wait_s=wait_s)

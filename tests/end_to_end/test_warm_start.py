@@ -110,7 +110,7 @@ def test_a_job_of_a_cluster_takes_the_state_of_another_one(trireme, tmp_path):
         job_when(trireme, "script", lambda job: job["phase"] == "COMPLETED")
         good(answered(trireme, "submit", script, "--name", "tuned", *TAKES_ALL, "--json"))
         job = job_when(trireme, "tuned", lambda job: job["phase"] == "COMPLETED")
-        file = Path(job["spec"]["init_from"])
+        file = Path(job["settings"]["init_from"])
         values = torch.load(job["result"]["exports"]["state_dict"], weights_only=True)
     assert file.name == "training.pt"
     assert same_bits(values, alone(script, file, 2))

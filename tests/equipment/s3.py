@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 from moto import settings
@@ -18,18 +19,23 @@ from werkzeug.serving import BaseWSGIServer, make_server
 from trireme_shared.platform.storage import object_store
 
 BUCKET = "bucket"
+NO_UPLOADS = b"""<?xml version="1.0" encoding="UTF-8"?>
+<ListMultipartUploadsResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Bucket>bucket</Bucket>
+<IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"""
 Environ = dict[str, Any]
 
 
 @dataclass
 class S3Server:
     """`url` is a bucket's. `before` sees each request first: an answer (status line, body) is sent in place
-    of moto's."""
+    of moto's. `as_minio`: unfinished uploads are listed by the exact key of their object alone, so a folder
+    has none."""
 
     server: BaseWSGIServer
     before: Callable[[Environ], tuple[str, bytes] | None] = lambda _: None
     requests: list[str] = field(default_factory=list)
     url: str = f"s3://{BUCKET}"
+    as_minio: bool = False
 
     @property
     def endpoint(self) -> str:
@@ -53,8 +59,18 @@ class S3Server:
 
     def uploads(self) -> list[str]:
         """Keys of the uploads that are neither completed nor aborted."""
+        as_minio, self.as_minio = self.as_minio, False
         found = object_store.filesystem().call_s3("list_multipart_uploads", Bucket=BUCKET)
+        self.as_minio = as_minio
         return [upload["Key"] for upload in found.get("Uploads", ())]
+
+    def hidden(self, environ: Environ) -> tuple[str, bytes] | None:
+        """What MinIO answers to whoever lists the uploads of a folder."""
+        asked = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
+        folder = asked.get("prefix", [""])[0]
+        if not self.as_minio or "uploads" not in asked or environ["REQUEST_METHOD"] != "GET":
+            return None
+        return None if folder and not folder.endswith("/") else ("200 OK", NO_UPLOADS)
 
     def enforce_permissions(self) -> None:
         """From now on nobody may do anything."""
@@ -66,7 +82,7 @@ def serve() -> S3Server:
 
     def application(environ: Environ, start_response: Any) -> Any:
         found.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
-        answer = found.before(environ)
+        answer = found.before(environ) or found.hidden(environ)
         if answer is None:
             return moto(environ, start_response)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

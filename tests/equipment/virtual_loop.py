@@ -92,6 +92,12 @@ class Process:
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
+def waited_for(task: asyncio.Task[Any]) -> asyncio.Future[Any] | None:
+    """What the task waits for now; None: nothing. On any loop."""
+    waiter: asyncio.Future[Any] | None = task._fut_waiter  # type: ignore[attr-defined]
+    return waiter
+
+
 def current_process() -> Process | None:
     return _process.get()
 
@@ -108,6 +114,7 @@ class _Numbered:
 class _Task(_Numbered, asyncio.Task):  # type: ignore[type-arg]
     def __init__(self, work: Any, *, loop: VirtualLoop, context: Context | None = None) -> None:
         self._number = loop.next_number()
+        self.process = _process.get() if context is None else context.get(_process)
         super().__init__(work, loop=loop, context=context)
 
 

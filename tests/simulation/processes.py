@@ -22,6 +22,7 @@ from trainer_agent.data_plane.fleet_client import call_limit_s
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import ids
+from trireme_shared.platform.runtime.containment import uninterrupted
 from trireme_shared.platform.runtime.service import LEASE_LOST
 from trireme_shared.protocol.records import Dispatch, TrainerMember
 from trireme_shared.protocol.records.layout import ROWS
@@ -155,7 +156,7 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
     cluster.network.listen(node.url, node.process, ports.server if ports is not None else None)
     left = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        following = group.create_task(directory.run())
+        following = group.create_task(uninterrupted(directory.run()))
         if cluster.plan.dispatch is Dispatch.ETCD:
             node.dispatcher = cluster.make_master(node.process.name, name, node.url, Dispatcher)
             group.create_task(node.dispatcher.run(left))

@@ -59,13 +59,16 @@ def simulate(
     say: Callable[[str], None] | None = None,
     plan: Plan | None = None,
     dispatch: Dispatch = Dispatch.MASTER,
+    prepare: Callable[[SimulatedCluster], None] = lambda _: None,
 ) -> Outcome:
-    """Run one seed. Raises nothing for what goes wrong inside: that is in `violations`."""
+    """Run one seed. Raises nothing for what goes wrong inside: that is in `violations`. `prepare` is called
+    before the cluster is opened."""
     plan, say = plan or plan_of(seed, mode, dispatch), say or logs.discard
     rng = random.Random(f"play-{mode}-{seed}")
     loop = VirtualLoop(rng, max_seconds=3600.0, max_callbacks=MAX_CALLBACKS)
     cluster = SimulatedCluster(plan, rng, MAINS, say)
     MemberNumbers().attach(cluster)
+    prepare(cluster)
     broken: list[str] = []
     with logs.configured(say):
         try:

@@ -16,6 +16,7 @@ import pytest
 from master_service.core import placement
 from master_service.core.decisions import resize
 from master_service.core.state.job import Job
+from pserver_service.handoff import sender
 from tests.equipment.cluster.network import STEADY, conditions_of
 from tests.equipment.replaced import replaced
 from tests.simulation.compute import Speed
@@ -24,7 +25,7 @@ from tests.simulation.run import Outcome, simulate
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.assignments import Handed, Migration
 from trireme_shared.protocol.records.operations import OperationState, ResizePhase
-from trireme_shared.serving.core import ledger
+from trireme_shared.serving.core import ledger, moving
 from trireme_shared.serving.core.blocks import BlockState
 from trireme_shared.serving.core.store import Store
 from trireme_shared.serving.core.table.rows import TableRows
@@ -113,6 +114,13 @@ def test_an_undisturbed_resize_moves_no_byte_in_vain(mode, seeds):
             else:
                 assert "the job is COMPLETED" in operation.reason
     assert moved > 5
+
+
+def test_a_ledger_that_travels_in_pieces_keeps_every_promise():
+    with replaced(moving, "LEDGER_BYTES", 40), replaced(sender, "LEDGER_BYTES", 40):
+        for seed, victim in ((1, Victim.TARGET), (2, Victim.SOURCE)):
+            kill = ResizeKill(ResizePhase.MIGRATING, victim, 1, 0.005, 1.0)
+            kept(played(replace(growing(seed, Mode.ASYNC), kills=(kill,))))
 
 
 @pytest.mark.parametrize("victim", list(Victim))

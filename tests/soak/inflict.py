@@ -229,9 +229,11 @@ async def _resize(run: Run, fault: Fault, desired: int, probe: JobProbe, before:
             run,
             lambda client, key=key, number=number: client.create_resize(ONLY_JOB, key=key, trainers=number),
         )
-        while made.state == "RUNNING":
-            name = made.resize_id
-            made = await asked(run, lambda client, name=name: client.get_resize(ONLY_JOB, name, wait_s=1.0))
+        while made.running:
+            name = made.operation_id
+            made = await asked(
+                run, lambda client, name=name: client.get_operation(ONLY_JOB, name, wait_s=1.0)
+            )
         times.append(await whole(run, number) - began)
     receipt = await measure(probe, replace(before, versions=None), {f"{desired} trainers": 0})
     note = f"{fault.trainers} trainers after {times[0]:.2f} s, {desired} again after {times[1]:.2f} s"

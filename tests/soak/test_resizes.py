@@ -49,7 +49,7 @@ async def resized(run: Run, number: int, rng: random.Random) -> str:
     deadline = time.monotonic() + LIMIT_S
 
     def look(client: AsyncClient) -> Awaitable[ResizeView]:
-        return client.get_resize(ONLY_JOB, made.resize_id, wait_s=1.0)
+        return client.get_resize(ONLY_JOB, made.operation_id, wait_s=1.0)
 
     while (found := await asked(run, look)).state == "RUNNING":
         if time.monotonic() > deadline:

@@ -3,6 +3,7 @@ to look)."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pydantic_core
 import pytest
 
 from tests.tidy.compose_file import DOCKERFILE, DOCS, ENTRYPOINT, IGNORED, ROOT, SERVICES, TEXT, UID
@@ -115,6 +117,24 @@ def test_the_rules_of_dockerfiles_are_kept():
                 assert rest.count("pip install") == rest.count("--no-cache-dir")
                 assert "constraints.txt" in rest or "--no-deps" in rest, "versions are pinned"
                 assert "PIP_CERT" not in rest
+
+
+def test_libraries_without_their_symbols_are_loaded_as_before(tmp_path):
+    path = ROOT / "docker" / "slim.py"
+    found = importlib.util.spec_from_file_location("slim", path)
+    slim = importlib.util.module_from_spec(found)
+    found.loader.exec_module(slim)
+    [built] = Path(pydantic_core.__file__).parent.glob("_pydantic_core*.so")
+    library = Path(shutil.copy(built, tmp_path))
+    with library.open("ab") as file:
+        file.write(bytes(1 << 20))  # as symbols: behind all that is loaded
+    before = library.stat().st_size
+    assert slim.cut_symbols(library) == before - library.stat().st_size >= 1 << 20
+    assert slim.cut_symbols(library) == 0
+    assert ctypes.CDLL(str(library)).PyInit__pydantic_core
+    script = tmp_path / "run.so"
+    script.write_text("no library")
+    assert (slim.cut_symbols(script), script.read_text()) == (0, "no library")
 
 
 HADOLINT = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from trireme.existing_etcd import access_of
+from tests.equipment.etcd.real import embedded_etcd
+from tests.master_service.cluster import spec_of
+from trireme.existing_etcd import Claim, access_of, claim
 from trireme.settings import UsageError, from_environment, from_flags, from_toml, merge
+from trireme_shared.platform.etcd import Etcd, connect
+from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.membership.settings import MemberSettings
-from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.errors import Conflict, InvalidArgument
+from trireme_shared.protocol.keys import ClusterKeys, Keys
+
+__all__ = ["embedded_etcd"]
 
 URL = "http://a:2379"
 
@@ -86,3 +95,55 @@ def test_a_member_reads_its_password_from_a_file(tmp_path, monkeypatch):
     Path(tmp_path / "password").unlink()
     with pytest.raises(InvalidArgument, match=r"password file .* cannot be read"):
         MemberSettings(job="j").connect()
+
+
+# ------------------------------------------------------------ whose keys
+
+
+KEYS = Keys("digits")
+
+
+@pytest_asyncio.fixture
+async def etcd(embedded_etcd: EmbeddedEtcd) -> AsyncIterator[Etcd]:
+    client = connect([embedded_etcd.url])
+    yield client
+    await client.close()
+
+
+async def below(etcd: Etcd, prefix: str) -> set[str]:
+    return {kv.key for kv in (await etcd.range(prefix, prefix=True)).kvs}
+
+
+async def claim_fresh(embedded: EmbeddedEtcd, folder: Path) -> None:
+    wanted = Claim(folder, None, resumes=False, fresh=True)
+    await claim(EtcdAccess((embedded.url,)), KEYS, wanted)
+
+
+@pytest.mark.processes
+async def test_a_run_gets_no_name_of_a_clusters_job_not_even_fresh(embedded_etcd, etcd, tmp_path):
+    for key in (ClusterKeys().job("digits"), KEYS.spec, KEYS.task_meta):
+        await etcd.put(key, b"{}")
+    with pytest.raises(Conflict, match="the name digits is in use: it is a job of the cluster") as refused:
+        await claim_fresh(embedded_etcd, tmp_path)
+    assert refused.value.hint == "use another name: --job NAME"
+    assert await below(etcd, "/trireme/") == {ClusterKeys().job("digits"), KEYS.spec, KEYS.task_meta}
+
+
+@pytest.mark.processes
+async def test_a_run_gets_no_name_of_a_communicator_that_has_members(embedded_etcd, etcd, tmp_path):
+    await etcd.put(KEYS.collective_member("x"), b"{}")
+    with pytest.raises(Conflict, match="the name digits is in use: it is a communicator"):
+        await claim_fresh(embedded_etcd, tmp_path)
+    assert await below(etcd, "/trireme/") == {KEYS.collective_member("x")}
+
+
+@pytest.mark.processes
+async def test_fresh_deletes_the_keys_of_a_run_and_what_a_communicator_without_members_left(
+    embedded_etcd, etcd, tmp_path
+):
+    other = Keys("digits-2")
+    await etcd.put(KEYS.spec, spec_of(job="digits").to_bytes())
+    for key in (KEYS.task_meta, KEYS.pserver(0), KEYS.collective_epoch, other.task_meta):
+        await etcd.put(key, b"{}")
+    await claim_fresh(embedded_etcd, tmp_path)
+    assert await below(etcd, "/trireme/") == {other.task_meta}

@@ -30,7 +30,7 @@ from trainer_agent.settings import Settings
 from trireme_shared.checkpoints.writer import Background, Offload
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.records import Exchange, JobSpec, Strategy, TrainerMember
-from trireme_shared.serving.data_plane.server import make_app, serving, socket_path
+from trireme_shared.serving.data_plane.server import is_lasting, make_app, serving, socket_path
 from trireme_shared.serving.ports import ServerPorts, compile_in_thread
 from trireme_shared.serving.transport.shared_memory import RegionAllocator
 
@@ -89,7 +89,10 @@ async def collective_ports(
             async def step_in(work: Callable[..., T], *arguments: Any) -> T:
                 return await asyncio.get_running_loop().run_in_executor(stepping, work, *arguments)
 
-            async with serving(app, settings.host, settings.exchange_port, uds, tls.server()) as listening:
+            lenient = is_lasting(settings.uds)
+            async with serving(
+                app, settings.host, settings.exchange_port, uds, tls.server(), lenient=lenient
+            ) as listening:
                 url = f"{tls.scheme}://{settings.advertised}:{listening.port}"
                 exchange = Exchange(url=url, uds=listening.uds)
                 place = (

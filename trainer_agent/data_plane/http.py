@@ -43,7 +43,7 @@ from trireme_shared.protocol.wire.messages import (
     TableEnd,
     TableRequest,
 )
-from trireme_shared.serving.transport.stream import socket_of
+from trireme_shared.serving.transport.stream import MemberSession
 from trireme_shared.tables.payload import MOST_BYTES
 
 Sink = Callable[[PulledBlock], memoryview]
@@ -102,9 +102,9 @@ class HttpPserver:
     ) -> None:
         self.member = member
         self._token, self._tls = token, tls
+        self.session = MemberSession(member, token, tls)
         self._stall_s = stall_s
         self._name = f"<HttpPserver {member.name} at {member.url}>"
-        self.session: aiohttp.ClientSession | None = None
 
     def __repr__(self) -> str:
         return self._name
@@ -116,9 +116,7 @@ class HttpPserver:
         await self.close()
 
     async def close(self) -> None:
-        if self.session is not None:
-            await self.session.close()
-            self.session = None
+        await self.session.close()
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
         """Send blocks as the caller makes them; only waits for the pserver have a limit."""
@@ -205,7 +203,7 @@ class HttpPserver:
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """The answer to one request. Raises the error it holds, PeerError if the connection fails."""
         try:
-            async with self._session().request(
+            async with self.session().request(
                 method,
                 self.member.url.rstrip("/") + path,
                 data=body,
@@ -225,13 +223,6 @@ class HttpPserver:
             raise PeerError(
                 f"{method} {path} at {self._name} failed: {type(error).__name__}: {error}"
             ) from error
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self.session is None:
-            self.session = http.session(
-                self._token, uds=socket_of(self.member), tls=self._tls, meant=self.member.incarnation
-            )
-        return self.session
 
     def _silent(self, path: str) -> DeadlineExceeded:
         return DeadlineExceeded(

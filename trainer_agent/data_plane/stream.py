@@ -29,6 +29,7 @@ from trainer_agent.settings import Settings
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, http, telemetry
 from trireme_shared.protocol.errors import (
+    AnotherProcess,
     BadFrame,
     CallerError,
     DeadlineExceeded,
@@ -68,6 +69,7 @@ from trireme_shared.serving.transport.stream import (
     HEAD_COST_BYTES,
     HEADS,
     FrameStream,
+    NotReached,
     UpgradeRefused,
     socket_of,
     upgrade,
@@ -436,24 +438,33 @@ class StreamPserver(HttpPserver):
             return self.stream
 
     async def _opened(self) -> TrainerStream:
-        name = f"{self.member.name} at {self.member.url}"
         uds = socket_of(self.member)
-        make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
-        self._share = (
-            self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)
-        )
         try:
-            url, meant = self.member.url, self.member.incarnation
-            stream = await upgrade(
-                url, make, meant, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s
-            )
+            try:
+                stream = await self._upgraded(uds)
+            except (AnotherProcess, NotReached) as error:
+                if not uds:
+                    raise
+                # it was deleted or replaced; the process may serve at its address all the same
+                log.info("unix_socket_left", pserver=self.member.name, uds=uds, cause=error.message)
+                uds = ""
+                stream = await self._upgraded(uds)
         except PeerError as error:
             if isinstance(error, UpgradeRefused):
                 log.warning("upgrade_refused", pserver=self.member.name, cause=error.message)
             self._failed = clock.monotonic(), error
             raise
+        unreadable = self.stream is not None and self.stream.memory.unreadable
+        self._share = self._share and bool(uds) and not unreadable
         log.info("stream_open", pserver=self.member.name, over="unix" if uds else "tcp")
         return stream
+
+    async def _upgraded(self, uds: str) -> TrainerStream:
+        member, name = self.member, f"{self.member.name} at {self.member.url}"
+        make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
+        return await upgrade(
+            member.url, make, member.incarnation, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s
+        )
 
     async def _try_to_share(self, stream: TrainerStream) -> None:
         """Not yet while the pserver has no parameters; never again once it is known that it cannot be."""

@@ -19,6 +19,7 @@ from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.records import Phase
 from trireme_shared.protocol.records.job import Pause, Paused, Saving
@@ -76,7 +77,7 @@ class PauseResponder:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             group.create_task(self._watch_pause())
             group.create_task(self._answer())
 

@@ -27,6 +27,7 @@ from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop, Prepared, is_function
 from trireme_shared.datasets.random_state import START_SEED, seeded
 from trireme_shared.datasets.user_modules import enter, make
+from trireme_shared.platform.membership.local_script import at_home
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from trireme_shared.protocol.records.datasets import Dataset, IterableStyle, MapStyle
 
@@ -203,7 +204,7 @@ class LoopModule(UserModule):
 def load(script: str | Path) -> UserModule:
     """Run the script as a module (not as `__main__`), with its folder first on sys.path; one with a loop of
     its own not yet."""
-    path = Path(script).expanduser().resolve()
+    path = at_home(script).resolve()
     if not path.is_file():
         raise InvalidArgument(f"there is no script {path}", hint="give the path of a Python file")
     if path.suffix == ".py" and has_own_loop(path):

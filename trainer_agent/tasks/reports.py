@@ -22,6 +22,7 @@ from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.steps import Times, TimesBuffer, WholeSteps
 from trainer_agent.waiting import retry
 from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.protocol.errors import CallerError, PeerError, StaleAttempt, TriremeError
 from trireme_shared.protocol.metrics import MOST_NAMES, Logged
 from trireme_shared.protocol.records import (
@@ -213,7 +214,7 @@ class Reports:
             self._suspects.put_nowait((member_id, cause))
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             for send in (
                 self._send_completions,
                 self._send_metrics,

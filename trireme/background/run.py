@@ -214,14 +214,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What `trireme run --json` prints, under the same names. `phase`: COMPLETED or FAILED (then with
-    `reason`, `cause` and perhaps the script's `failure`). `metrics`: of the evaluation after training.
-    `loss`: mean of the last epoch that was begun, `loss_by_epoch`: {"epoch", "loss"} of each. `exports`: kind
-    (`safetensors`, `state_dict`, with keep_best also `best_...`) -> path or URL of the model. `best`: the
-    best evaluation, `stopped_step`: where stop_early ended training. `discarded`, `losses`: what was not
-    trained. `seconds`, `restarts` (by member): of all runs that resumed each other. `logs`: their folder."""
+    """What `trireme run --json` prints, under the same names. `state` (also `phase`): COMPLETED or FAILED,
+    then with `reason`, `cause` and perhaps the script's `failure`. `metrics`: of the evaluation after
+    training. `loss`: mean of the last epoch that was begun, `loss_by_epoch`: {"epoch", "loss"} of each.
+    `exports`: kind (`safetensors`, `state_dict`, with keep_best also `best_...`) -> path or URL of the model.
+    `best`: the best evaluation, `stopped_step`: where stop_early ended training. `discarded`, `losses`: what
+    was not trained. `seconds`, `restarts` (by member): of all runs that resumed each other. `logs`: their
+    folder."""
 
     job: str
+    state: str
     phase: str
     reason: str
     cause: str | None
@@ -248,7 +250,8 @@ class RunResult:
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
         """One of another version may have more, and lack what came later."""
-        return cls(**{field.name: document.get(field.name) for field in fields(cls)})  # type: ignore[arg-type]
+        known = {"state": document.get("phase"), **document}
+        return cls(**{field.name: known.get(field.name) for field in fields(cls)})  # type: ignore[arg-type]
 
 
 def _check(script: Path, values: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def columns(by: str, rows: Mapping[str, Sequence[tuple[int, float]]]) -> dict[st
 
 
 def spec_in(folder: Path) -> JobSpec:
-    return JobSpec.model_validate_json((folder / "spec.json").read_bytes())
+    return JobSpec.from_bytes((folder / "spec.json").read_bytes())
 
 
 def losses_in(folder: Path, most: int) -> list[tuple[float, float]]:

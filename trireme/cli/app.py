@@ -2,7 +2,7 @@
 pydantic.
 
 Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 8
-disk full (resumable), 9 cancelled, 130 interrupted.
+disk full (resumable), 9 cancelled, 10 etcd's files are damaged, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from trireme.cli import standard_output
 from trireme.cli.cluster import commands as cluster_commands
 from trireme.cli.history import commands as history_commands
 from trireme.cli.options import (
@@ -60,9 +61,11 @@ from trireme.cli.options import (
     Trackers,
     Url,
     WaitS,
+    say_checking,
 )
 from trireme.cli.other_systems import WithOtherNames
 from trireme.cli.tables import commands as table_commands
+from trireme_shared import __version__
 
 app = typer.Typer(
     name="trireme",
@@ -79,6 +82,7 @@ token = typer.Typer(
     help="Tokens of a run or a cluster on this machine. Changes count within a second, without a restart.",
     no_args_is_help=True,
 )
+
 app.add_typer(chaos, name="chaos")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(token, name="token")
@@ -98,6 +102,22 @@ File = Annotated[
     ),
 ]
 TokenName = Annotated[str, typer.Argument(help="Name of the token.", metavar="NAME")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trireme {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass  # the help is that of the app
 
 
 @app.command(cls=WithOtherNames)
@@ -203,8 +223,8 @@ def run(
     docs/migration.md.
     """
     given = {**locals(), "trackers": trackers or None}
-    if check and script.is_file():  # said before the imports, which take a second
-        print(f"checking {script}", file=sys.stderr)  # noqa: T201
+    if check:
+        say_checking(script)
     from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415
 
     flags = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
@@ -525,9 +545,14 @@ cluster_commands.add_to(app)
 
 
 def main() -> None:
+    standard_output.begin()
+    code: standard_output.Code = 0
     try:
         app()
+    except SystemExit as ended:
+        code = ended.code
     finally:
         # from here on Ctrl-C ends the process: as an exception it would be printed by whatever the
         # interpreter frees just then
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(standard_output.end(code))

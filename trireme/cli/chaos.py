@@ -26,7 +26,7 @@ from trainer_agent.data_plane.http import HttpPserver
 from trireme.cli import exit_codes
 from trireme.cli.targets import cluster_of, token_of_run
 from trireme.launch import resume, run_folder
-from trireme.view.child_events import read_events
+from trireme.view.child_events import ENDS, read_events
 from trireme.view.job_address import OpenJob, open_job
 from trireme.view.report import without_tokens
 from trireme_shared.platform.etcd.reading import read_record
@@ -101,7 +101,7 @@ def alive(folder: Path) -> dict[str, int]:
     for event in read_events(folder):
         if event["what"] in ("started", "restarted"):
             found[event["child"]] = event["pid"]
-        elif event["what"] in ("died", "lost_lease", "given_up", "finished"):
+        elif event["what"] in (*ENDS, "finished"):
             found.pop(event["child"], None)
     return {child: pid for child, pid in found.items() if _is_child(child, pid)}
 
@@ -492,7 +492,7 @@ def _seen_by_launcher(probe: JobProbe, before: Before, victims: Mapping[str, int
     return [
         (clock.seconds_between(before.stamp, line["time"]), "the launcher saw it exit")
         for line in read_events(probe.folder)
-        if line["what"] in ("died", "lost_lease") and victims.get(line["child"]) == line["pid"]
+        if line["what"] in ENDS and victims.get(line["child"]) == line["pid"]
     ]
 
 

@@ -31,6 +31,7 @@ from trireme_shared.protocol.evaluations import evaluation_of
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest, PartLink
 from trireme_shared.protocol.records.operations import Operation
+from trireme_shared.protocol.urls import HIDDEN, without_passwords
 
 Answer = tuple[dict[str, Any], int]
 
@@ -45,7 +46,7 @@ def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> J
     facts = run_folder.read_run_file(place, job)
     name = job or (str(facts["job"]) if facts else "")
     try:
-        return JobSpec.model_validate_json((place / name / "spec.json").read_bytes())
+        return JobSpec.from_bytes((place / name / "spec.json").read_bytes())
     except OSError as error:
         msg = f"{place} holds no run{f' of job {job}' if job else ''}"
         raise NotFound(msg, hint="give the same --job and --data-dir as to `trireme run`") from error
@@ -53,13 +54,23 @@ def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> J
 
 async def _spec_in(cluster: Target) -> JobSpec:
     async with open_job(cluster.address, token=cluster.token) as (client, job):
-        spec = (await client.get_job(job)).spec
+        found = await client.get_job(job)
+    place = {"job": found.job, "script": found.script, "storage": found.storage, "sources": found.sources}
+    spec = JobSpec(**dict(found.settings or ()), **place)
     check_seen(spec)
     return spec
 
 
 def check_seen(spec: JobSpec) -> None:
-    """Raises NotFound if this machine does not see the job's files."""
+    """Raises NotFound if this machine does not see the job's files, or is not told where they are."""
+    if f"{HIDDEN}@" in spec.storage or f"={HIDDEN}" in spec.storage:
+        msg = (
+            f"the storage of job {spec.job} is {spec.storage}, with a password that the master does not show"
+        )
+        hint = (
+            "run jobs with a storage whose credentials come from variables or files of its own, as AWS_* do"
+        )
+        raise NotFound(msg, hint=hint)
     folder = files.local_path(spec.storage)
     if folder is not None and not folder.is_dir():
         msg = f"this machine has no folder {folder}, where the files of job {spec.job} lie"
@@ -88,7 +99,7 @@ def answer(work: Callable[[], Answer], *, as_json: bool) -> int:
             PeerError(f"the job's storage cannot be read: {error}"), as_json=as_json
         )
     if as_json:
-        print(json.dumps(document))  # noqa: T201
+        print(without_passwords(json.dumps(document)))  # noqa: T201
     return code
 
 

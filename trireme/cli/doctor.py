@@ -22,6 +22,7 @@ from trireme_shared.platform.etcd.embedded import READY_TIMEOUT_S, find_binary
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.membership.settings import MemberSettings
 from trireme_shared.platform.runtime import process_setup
+from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.protocol.errors import PeerError, TriremeError
 from trireme_shared.protocol.records import JobSpec
 
@@ -33,9 +34,7 @@ ANSWER_S = 3.0
 def examine(data_dir: Path | None, *, as_json: bool) -> int:
     """Returns 0 if a job can run here, else 1."""
     checks: dict[str, Callable[[], str]] = {
-        "python": lambda: (
-            f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores"
-        ),
+        "python": lambda: f"{platform.python_version()} on {platform.platform(terse=True)}, {cores()} cores",
         "torch": lambda: _installed("torch"),
         "hashing": lambda: (
             f"{process_setup.HASH_SEED}={process_setup.hash_seed(os.environ)} in all members that "

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 
-from trireme.launch.run_folder import DiskFull
+from trireme.launch.run_folder import DiskFull, EtcdDamaged
 from trireme.view.report import failure_lines
 from trireme_shared.protocol.errors import (
     CallerError,
@@ -22,12 +22,15 @@ from trireme_shared.protocol.errors import (
     UserCodeError,
 )
 from trireme_shared.protocol.records import UserFailure
+from trireme_shared.protocol.urls import without_passwords
 
 OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, DISK_FULL, CANCELLED = range(10)
+DAMAGED = 10
 INTERRUPTED = 130
 
 _CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first match counts
     (DiskFull, DISK_FULL),
+    (EtcdDamaged, DAMAGED),
     (DatasetError, JOB_FAILED),
     (CheckpointUnusable, JOB_FAILED),
     (UserCodeError, JOB_FAILED),
@@ -63,6 +66,6 @@ def report_script_error(failure: UserFailure, *, as_json: bool) -> int:
 
 
 def _print(lines: list[str], document: object | None) -> None:
-    print("\n".join(lines), file=sys.stderr)  # noqa: T201
+    print(without_passwords("\n".join(lines)), file=sys.stderr)  # noqa: T201
     if document is not None:
-        print(json.dumps(document))  # noqa: T201
+        print(without_passwords(json.dumps(document)))  # noqa: T201

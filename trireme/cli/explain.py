@@ -17,7 +17,7 @@ from trireme.cli import exit_codes
 from trireme.cli.targets import Target, checked_name, target_in_cluster, token_of_run
 from trireme.client.exchange import MASTERLESS, given_token
 from trireme.launch import resume, run_folder
-from trireme.view.child_events import read_events
+from trireme.view.child_events import ENDS, read_events
 from trireme.view.job_address import address_of, open_job
 from trireme.view.report import without_tokens
 from trireme_shared.checkpoints import stored
@@ -249,7 +249,7 @@ def explain_stopped(folder: Path) -> Explanation:
     """Nobody runs the job, and it is unfinished."""
     script, saved = "SCRIPT", "It is not known which checkpoints it has."
     try:
-        spec = JobSpec.model_validate_json((folder / "spec.json").read_bytes())
+        spec = JobSpec.from_bytes((folder / "spec.json").read_bytes())
         script = shlex.quote(spec.script)
         refs, _ = stored.found(spec.storage)
     except (OSError, ValueError):
@@ -283,7 +283,7 @@ def told_by_launcher(folder: Path | None, role: str = "") -> list[str]:
     ends = [
         event
         for event in read_events(folder)
-        if event["what"] in ("died", "lost_lease", "given_up") and str(event["child"]).startswith(role)
+        if event["what"] in ENDS and str(event["child"]).startswith(role)
     ]
     return [
         f"{event['child']} ended at {event['time']}: {event['cause'] or 'cause unknown'}."

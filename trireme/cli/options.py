@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -224,3 +226,10 @@ Assignments = Annotated[
     list[str] | None, typer.Option("--set", help="Any other setting of trireme.Config.", metavar="NAME=VALUE")
 ]
 Check = Annotated[bool, typer.Option(help="Try one minibatch before anything is started.")]
+
+
+def say_checking(script: Path) -> None:
+    """Said before the imports, which take a second. What is wrong with the path is said after them."""
+    with suppress(PermissionError):
+        if script.is_file():
+            print(f"checking {script}", file=sys.stderr)  # noqa: T201

@@ -37,6 +37,7 @@ from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records import Phase, UserFailure
 from trireme_shared.protocol.times import rfc3339
+from trireme_shared.protocol.urls import without_passwords
 
 COUNTS = ("trainers", "trainers_desired", "pservers", "pservers_desired")
 RUNNING, STOPPED = "RUNNING", "STOPPED"  # no phases of a job; STOPPED: nobody runs it, and it is unfinished
@@ -63,7 +64,7 @@ def ask(
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     if as_json:
-        print(json.dumps(document))  # noqa: T201
+        print(without_passwords(json.dumps(document)))  # noqa: T201
     return exit_codes.OK
 
 
@@ -94,16 +95,16 @@ async def show_status(client: AnyClient, name: str, console: Console | None) -> 
     if console:
         progress = progress_of(view, restarts=0)
         console.print(
-            f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}"
+            f"{job['job']}  {job['state']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}"
         )
         console.print(progress.training())
         members = job["members"]
         console.print(
             f"{members_text(*(members[name] for name in COUNTS))}  generation {job['generation']}  "
-            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} "
+            f"{'master' if job['settings']['dispatch'] == 'master' else 'sweeper'} "
             f"{without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
         )
-        if line := evaluation_line(job.get("evaluation"), job["spec"]["mode"]):
+        if line := evaluation_line(job.get("evaluation"), job["mode"]):
             console.print(line)
         for cause, text in loss_rows(job["losses"]):
             console.print(f"{cause}  {text}")
@@ -135,17 +136,20 @@ async def show_tasks(
 async def show_members(client: AnyClient, job: str, console: Console | None) -> dict[str, Any]:
     members = [member.model_dump(mode="json") async for member in client.list_members(job)]
     if console:
-        more = (
-            ("has_parameters",) if any(member.get("has_parameters") is not None for member in members) else ()
-        )
+        more = []
+        if any(member.get("has_parameters") is not None for member in members):
+            more.append("has_parameters")
+        if len({member.get("trireme_version", "") for member in members}) > 1:
+            more.append("trireme_version")
         print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", *more, "tasks"), members)
     return {"members": members}
 
 
 def _ended_status(result: dict[str, Any], console: Console | None) -> dict[str, Any]:
     if console:
-        print(summary_text(result, reason=result["phase"] != Phase.COMPLETED))  # noqa: T201
-    return result
+        summary = summary_text(result, reason=result["phase"] != Phase.COMPLETED)
+        print(without_passwords(summary))  # noqa: T201
+    return {"state": result["phase"], **result}  # a run of before may have none
 
 
 def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
@@ -156,6 +160,7 @@ def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
     hints = list(told.hints)
     return {
         "job": folder.name,
+        "state": STOPPED,
         "phase": STOPPED,
         "reason": told.summary,
         "details": list(told.details),

@@ -19,11 +19,11 @@ from trireme.cli.history import logs
 from trireme.cli.history.metrics import loss_chart
 from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
-from trireme.cli.tables.memory import memory_bytes, memory_of_tables
+from trireme.cli.tables.memory import memory_of_tables
 from trireme.launch import resume, run_folder
 from trireme.launch.cluster import LocalCluster, pservers_for
 from trireme.launch.interrupt import InterruptHandler, resume_command
-from trireme.launch.processes import ForkServer, cores
+from trireme.launch.processes import ForkServer
 from trireme.launch.resume import Facts
 from trireme.launch.run_folder import told_if_full
 from trireme.launch.supervision import HOST, ClusterSettings
@@ -49,7 +49,8 @@ from trireme.view.live_progress import ProgressReporter, ScriptOutput
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
-from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime import clock, ids, output, telemetry
+from trireme_shared.platform.runtime.limits import cores, memory_bytes
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.access import is_loopback
 from trireme_shared.platform.security.tls import Tls
@@ -59,6 +60,7 @@ from trireme_shared.platform.storage.object_store import REQUEST_S, endpoint, is
 from trireme_shared.protocol.errors import PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
+from trireme_shared.protocol.urls import without_passwords
 
 REQUEST_TIMEOUT_S = 5.0
 REPORT_AFTER_S = 2.0
@@ -85,6 +87,7 @@ class RunRequest:
 
 def run_command(request: RunRequest) -> int:
     """Returns the exit code; prints all messages."""
+    output.patient()
     telemetry.configure(level="ERROR", json=False)
     try:
         check_path(request.script)
@@ -196,6 +199,8 @@ async def run_job(request: RunRequest) -> int:
                 print(json.dumps(previous.result) if request.as_json else summary_text(previous.result))  # noqa: T201
                 return exit_codes.OK
             spec = spec if plan.start is resume.Start.NEW else resumed
+            if told := private_files.told_of_sockets():
+                print(told, file=sys.stderr)  # noqa: T201
             for line in memory_of_tables(inspection.model, spec, memory_bytes()):
                 print(line, file=sys.stderr)  # noqa: T201
             await check_storage(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
@@ -306,9 +311,13 @@ async def _train(
         interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
             interrupt.ready = True
-            cluster.run_beside(spent.keep())
-            cluster.run_beside(output.run())
-            state = await _run_to_the_end(cluster, reporter, folder, screen)
+            cluster.run_beside(spent.keep, "noting the time that the run has taken")
+            cluster.run_beside(output.run, "showing what the script prints")
+            try:
+                state = await _run_to_the_end(cluster, reporter, folder, screen)
+            except Exception:
+                await interrupt.save_before_giving_up(cluster)
+                raise
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
             events = await logs.all_events(lambda: cluster.client(REQUEST_TIMEOUT_S))
             resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)
@@ -326,8 +335,10 @@ async def _train(
     if not resumable:
         await finish_trackers(spec, document)
     if state.phase is not Phase.COMPLETED:
-        print(failure_text(state, folder, resumable=resumable), file=sys.stderr)  # noqa: T201
-    print(json.dumps(document) if request.as_json else summary_text(document))  # noqa: T201
+        failed = failure_text(state, folder, resumable=resumable)
+        print(without_passwords(failed), file=sys.stderr)  # noqa: T201
+    told = json.dumps(document) if request.as_json else summary_text(document)
+    print(without_passwords(told))  # noqa: T201
     if state.phase is Phase.COMPLETED and not request.as_json and sys.stdout.isatty():
         print(f"\n{await loss_chart(spec.storage)}".rstrip())  # noqa: T201
     return exit_codes.OK if state.phase is Phase.COMPLETED else exit_codes.JOB_FAILED
@@ -339,7 +350,9 @@ async def _run_to_the_end(
     who = (
         f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
     )
-    cluster.run_beside(cluster.publish(partial(_publish, cluster)))
+    cluster.run_beside(
+        partial(cluster.publish, partial(_publish, cluster)), "telling commands the master's address"
+    )
     if cluster.settings.etcd is not None:
         who += f", existing etcd at {cluster.etcd_access}"
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
@@ -348,9 +361,10 @@ async def _run_to_the_end(
         screen.event(
             f"in a browser: {cluster.url}" + (f", with the token in {token}" if token.exists() else "")
         )
-    cluster.run_beside(
-        reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s)
+    report = partial(
+        reporter.run, lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s
     )
+    cluster.run_beside(report, "showing progress")
     return await cluster.wait()
 
 

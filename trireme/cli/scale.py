@@ -48,7 +48,8 @@ def scale(
         begun = await call_any_master(
             connect, lambda client, name: client.create_resize(name, key=key, **asked)
         )
-        return await _ended(connect, begun, wait_s) if wait_s else begun
+        resize = await call_any_master(connect, partial(_look, begun.operation_id, 0.0))
+        return await _ended(connect, resize, wait_s) if wait_s else resize
 
     try:
         found = asyncio.run(run())

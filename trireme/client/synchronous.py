@@ -47,6 +47,7 @@ from trireme_shared.protocol.rest import (
     Empty,
     EvaluationPage,
     EventPage,
+    JobPage,
     JobView,
     LogLine,
     LogLines,
@@ -68,8 +69,6 @@ from trireme_shared.protocol.rest import (
     Version,
 )
 from trireme_shared.protocol.rest_cluster import (
-    ClusterJobPage,
-    ClusterJobView,
     CreateJob,
     CreateSchedule,
     JobSource,
@@ -142,20 +141,17 @@ class Client:
 
     # ---------------------------------------------------------------- jobs
 
-    def create_job(self, job: CreateJob, *, key: str = "") -> ClusterJobView:
+    def create_job(self, job: CreateJob, *, key: str = "") -> JobView:
         """Queue a job in a cluster. The same `key` (Idempotency-Key) is the same job, here and in all other
         calls."""
-        return self._send(post(path_of("jobs"), ClusterJobView, key, job))
+        return self._send(post(path_of("jobs"), JobView, key, job))
 
-    def list_jobs(self, *, state: Standing | None = None) -> Iterator[ClusterJobView]:
-        """All jobs, or those with one standing, in the order of their submission."""
+    def list_jobs(self, *, state: Standing | None = None, newest_first: bool = False) -> Iterator[JobView]:
+        """All jobs, or those with one standing, in the order of their submission, or against it; without what
+        only `get_job` tells."""
+        query = {"state": state, "newest_first": "true" if newest_first else None}
         return self._list(
-            Listing(
-                path_of("jobs"),
-                ClusterJobPage,
-                lambda page: (page.jobs, page.next_page_token),
-                {"state": state},
-            )
+            Listing(path_of("jobs"), JobPage, lambda page: (page.jobs, page.next_page_token), query)
         )
 
     def get_job(self, job: str) -> JobView:
@@ -172,24 +168,29 @@ class Client:
         """The job's pre-tasks and post-tasks, and what they printed."""
         return self._send(get(path_of("jobs", job, "job-tasks"), JobTaskPage))
 
-    def pause_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
-        """The job saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`,
-        here and in other calls: the `version` of the record that was read; raises PreconditionFailed if it
-        has another one by then."""
-        return self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key, if_match=if_match))
+    def pause_job(self, job: str, *, wait_s: float = 0.0, key: str = "", if_match: str = "") -> Operation:
+        """The job saves a checkpoint and frees its members. Waits up to `wait_s` (at most 30) seconds for
+        that; `wait_for_operation` waits longer. `if_match`, here and in other calls: the `version` of the
+        record that was read; raises PreconditionFailed if it has another one by then."""
+        return self._send(self._asked(job, "pause", wait_s, key, if_match))
 
-    def resume_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
-        return self._send(post(path_of("jobs", job, "resume"), ClusterJobView, key, if_match=if_match))
+    def resume_job(self, job: str, *, wait_s: float = 0.0, key: str = "", if_match: str = "") -> Operation:
+        """The job is queued again; the operation is DONE then."""
+        return self._send(self._asked(job, "resume", wait_s, key, if_match))
 
-    def cancel_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
-        return self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key, if_match=if_match))
+    def cancel_job(self, job: str, *, wait_s: float = 0.0, key: str = "", if_match: str = "") -> Operation:
+        """The job stops for good, without a checkpoint of its last steps."""
+        return self._send(self._asked(job, "cancel", wait_s, key, if_match))
 
-    def delete_job(self, job: str, *, if_match: str = "") -> ClusterJobView:
-        """Delete a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted
-        it."""
-        return self._send(
-            Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0, if_match=if_match)
-        )
+    def delete_job(self, job: str, *, wait_s: float = 0.0, if_match: str = "") -> Operation:
+        """Begin to delete a job that has ended, and its files. The operation outlives the job. NotFound may
+        mean that an attempt whose answer was lost has deleted it."""
+        path, query = path_of("jobs", job), {"wait_s": wait_s}
+        return self._send(Call("DELETE", path, Operation, query, wait_s=wait_s, if_match=if_match))
+
+    def _asked(self, job: str, verb: str, wait_s: float, key: str, if_match: str) -> Call[Operation]:
+        path = path_of("jobs", job, verb)
+        return post(path, Operation, key, query={"wait_s": wait_s}, if_match=if_match)
 
     def wait_for_job(
         self, job: str, until: Callable[[JobView], bool] = has_ended, *, timeout_s: float = 600.0
@@ -202,8 +203,8 @@ class Client:
             if until(found):
                 return found
             if has_ended(found):
-                raise Conflict(f"job {job} is {found.phase}, and not as it was waited for: {found.reason}")
-            clock.sleep(wait.pause(POLL_S, f"{found.phase}: {found.reason}", clock.monotonic()))
+                raise Conflict(f"job {job} is {found.state}, and not as it was waited for: {found.reason}")
+            clock.sleep(wait.pause(POLL_S, f"{found.state}: {found.reason}", clock.monotonic()))
 
     # ---------------------------------------------------------------- inside one job
 
@@ -285,12 +286,12 @@ class Client:
         limit_s: float = 600.0,
         wait_s: float = 0.0,
         key: str = "",
-    ) -> ResizeView:
-        """Other numbers of members while it trains; None: as many as now. `wait_for_resize` waits for its
-        end."""
+    ) -> Operation:
+        """Other numbers of members while it trains; None: as many as now. `wait_for_resize` (or
+        `wait_for_operation`) waits for its end."""
         wanted = {"trainers": trainers, "pservers": pservers, "strategy": strategy}
         body = body_of(CreateResize, **wanted, cause=cause, limit_s=limit_s)
-        return self._send(post(path_in(job, "resizes"), ResizeView, key, body, {"wait_s": wait_s}))
+        return self._send(post(path_in(job, "resizes"), Operation, key, body, {"wait_s": wait_s}))
 
     def predict_resize(
         self,

@@ -3,9 +3,12 @@ master that is.
 
     client ─► gateway ─► the master whose /readyz says that it leads        the others stand by
 
-It passes bytes on and reads none of them, so event streams work as at a master, and the master checks token
-and Host itself. When another master leads, connections to the one before are closed: clients connect again
-and reach the new one.
+It passes bytes on and reads none of them, so event streams work as at a master, the master checks token and
+Host itself, and with TLS a client sees the master's certificate. When another master leads, connections to
+the one before are closed: clients connect again and reach the new one.
+
+With TRIREME_TLS_CA (and TRIREME_TLS_CERT, where masters ask for one) it asks masters by https. Their
+certificates must name the host of TRIREME_MASTERS.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import sys
 from typing import Annotated
 
 import aiohttp
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from trireme_shared.platform.membership.settings import CONFIGURATION
-from trireme_shared.platform.runtime import http, service, telemetry
+from trireme_shared.platform.membership.settings import of_environment, read
+from trireme_shared.platform.runtime import http, output, service, telemetry
+from trireme_shared.platform.runtime.containment import Containment
+from trireme_shared.platform.security.tls import Tls
 from trireme_shared.protocol.errors import InvalidArgument
 
 LOOK_S = 0.5
@@ -38,26 +43,43 @@ log = telemetry.logger("gateway")
 
 
 class Settings(BaseSettings):
-    """`masters`: HOST:PORT; the name has one address or several."""
+    """`masters`: HOST:PORT; the name has one address or several. An IPv6 address stands in brackets."""
 
     model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
 
-    masters: Annotated[str, NoDecode] = Field(default="master:8470", pattern=r"^[^\s:]+:\d{1,5}$")
+    masters: Annotated[str, NoDecode] = Field(
+        default="master:8470", pattern=r"^([^\s:]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
+    )
     host: str = "0.0.0.0"
     port: int = Field(default=8470, ge=0, le=65535)
     log_level: str = "INFO"
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments before the environment."""
+        return init_settings, of_environment(env_settings)
+
 
 class Gateway:
     """`run` it once. `address`: where it listens, once it does. `leader`: the address of the leading master,
-    "": none."""
+    "": none. `tls`: how masters are asked who leads."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, tls: Tls | None = None) -> None:
+        """Raises InvalidArgument: the files for TLS cannot be used."""
         self.settings = settings
         self.address: tuple[str, int] = ("", 0)
-        self._host, _, port = settings.masters.rpartition(":")
-        self._port = int(port)
+        host, _, port = settings.masters.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._tls = tls.client() if tls is not None else None
         self.leader = ""
+        self._causes: dict[str, str] = {}  # by address: why it was not asked who leads
         self._led = asyncio.Event()
         self._open: dict[asyncio.Task[None], str] = {}
         self._refused = telemetry.Tally()
@@ -73,8 +95,10 @@ class Gateway:
             msg = f"cannot listen on {self.settings.host}:{self.settings.port}: {error.strerror}"
             raise InvalidArgument(msg) from error
         self.address = server.sockets[0].getsockname()[:2]
-        async with http.session() as session:
-            looking = asyncio.ensure_future(self._look(session))
+        async with http.session(tls=self._tls) as session:
+            looking = asyncio.ensure_future(
+                Containment().keep(lambda: self._look(session), "looking for the leader")
+            )
             try:
                 await stopping.wait()
             finally:
@@ -100,7 +124,8 @@ class Gateway:
             found = await asyncio.get_running_loop().getaddrinfo(
                 self._host, self._port, type=socket.SOCK_STREAM
             )
-        except OSError:
+        except OSError as error:
+            self._told(self._host, f"its name has no address: {error.strerror or error}")
             return ""
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         leads = await asyncio.gather(*(self._leads(session, address) for address in addresses))
@@ -108,12 +133,22 @@ class Gateway:
 
     async def _leads(self, session: aiohttp.ClientSession, address: str) -> bool:
         host = f"[{address}]" if ":" in address else address
+        url = f"{'https' if self._tls else 'http'}://{host}:{self._port}/readyz"
+        named = self._host if self._tls else None
         try:
-            async with asyncio.timeout(ANSWER_S), session.get(f"http://{host}:{self._port}/readyz") as answer:
+            async with asyncio.timeout(ANSWER_S), session.get(url, server_hostname=named) as answer:
                 document = json.loads(await answer.content.read(CHUNK_BYTES)) if answer.status == 200 else {}
-        except (aiohttp.ClientError, OSError, ValueError):
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._told(address, f"{type(error).__name__}: {error}")
             return False
+        self._causes.pop(address, None)
         return isinstance(document, dict) and document.get("status") == "ok"
+
+    def _told(self, address: str, cause: str) -> None:
+        """A master that does not say whether it leads is told once for each cause."""
+        if self._causes.get(address) != cause:
+            self._causes[address] = cause
+            log.warning("master_does_not_answer", master=address, port=self._port, cause=cause)
 
     def _note(self, leader: str) -> None:
         if leader == self.leader:
@@ -155,7 +190,7 @@ class Gateway:
                 self._open[task] = leader = self.leader
                 there, back = await asyncio.open_connection(leader, self._port)
         except (TimeoutError, OSError) as error:
-            writer.write(_no_leader(str(error)))
+            writer.write(_no_leader(str(error) or "; ".join(self._causes.values())))
             await writer.drain()
             return
         try:
@@ -201,16 +236,18 @@ def main() -> int:
         prog="python -m trireme.containers.gateway",
         description="Passes connections on to the master that leads. TRIREME_MASTERS: HOST:PORT of the "
         "masters, a name with the "
-        "addresses of all (master:8470). TRIREME_HOST, TRIREME_PORT: where it listens.",
+        "addresses of all (master:8470). TRIREME_HOST, TRIREME_PORT: where it listens. "
+        "TRIREME_TLS_CA, TRIREME_TLS_CERT, TRIREME_TLS_KEY: with these it asks masters by https.",
     ).parse_args()
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        for item in error.errors():
-            sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
-        return CONFIGURATION
+    settings = read(Settings)
+    output.patient()
     telemetry.configure(level=settings.log_level, service="gateway", member="gateway")
-    return service.run(Gateway(settings).run)
+    return service.run(lambda stopping: serve(settings, stopping))
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> int:
+    """Raises InvalidArgument: it cannot listen, or the files for TLS cannot be used."""
+    return await Gateway(settings, Tls.from_environment()).run(stopping)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from master_service.store.between_runs import renew, start_again
 from trireme.launch.leases import LostLease, LostLeases, Vouching
-from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, cores, revoke_leases_of
+from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, revoke_leases_of
 from trireme.launch.resume import Facts, parameter_bytes
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, ClusterSettings, SupervisedProcesses
@@ -40,12 +41,15 @@ from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.membership.directory import Directory
 from trireme_shared.platform.runtime import clock, ids
+from trireme_shared.platform.runtime.containment import LongLivedGroup
+from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.security import private_files
-from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
+from trireme_shared.protocol.errors import CallerError, DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records import Dispatch, JobSpec, JobState
+from trireme_shared.protocol.records import Dispatch, JobSpec, JobState, Phase, Stage
 from trireme_shared.protocol.records.assignments import GivenNumbers
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest
+from trireme_shared.protocol.records.operations import saves_on_demand
 
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
 MASTERLESS_TRAINER = "trireme.masterless"
@@ -72,6 +76,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
     # masters stop before parameter servers, or a master would roll the job back
     # never changed
     grace_s = {"trainer": GRACE_S, "master": GRACE_S, "pserver": PSERVER_GRACE_S}  # noqa: RUF012
+    ends_with = (CallerError,)  # there is no other job
 
     def __init__(
         self,
@@ -121,6 +126,13 @@ class LocalCluster(SupervisedProcesses[JobState]):
             return masterless_address(",".join(self.etcd_access.urls), self.spec.job)
         return self.directory.master.url if self.directory.master else ""
 
+    @property
+    def way_without_etcd(self) -> str:
+        return (
+            "the job's checkpoints do not depend on it: the same command with another --job and `--init-from "
+            f"{self.spec.job}` begins with the newest one, and with --fresh it begins from nothing"
+        )
+
     @asynccontextmanager
     async def client(self, timeout_s: float) -> AsyncIterator[OpenJob]:
         """A client of the leading master, or of etcd in a masterless job. Raises DeadlineExceeded."""
@@ -140,6 +152,21 @@ class LocalCluster(SupervisedProcesses[JobState]):
                 self.directory.wait_for(lambda view: view.master is not None, left_s, "a master")
             )
         return self.directory.master.url
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a checkpoint of the job can be asked for now."""
+        state = self.directory.state
+        if state is None or state.stage is not Stage.TRAIN or not saves_on_demand(self.spec):
+            return False
+        return state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
+
+    @property
+    def can_save(self) -> bool:
+        """Whether whom a checkpoint needs is alive: a trainer, a master and etcd."""
+        roles = ("trainer",) if self.masterless else ("trainer", "master")
+        alive = all(any(child.alive for child in self._of(role)) for role in roles)
+        return alive and (self.settings.etcd is not None or self.embedded.running)
 
     async def saved_step(self) -> int | None:
         """The step of the newest checkpoint, 0 if only its number in the job is known; None if there is none.
@@ -202,7 +229,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
             return
         await child.start()
         self._record(ChildEvent(child.name, "started", pid=child.pid))
-        self.run_beside(self._supervise(child))
+        self._supervise_beside(child)
 
     async def _leave(self, child: Child) -> None:
         await child.end(LEAVING_GRACE_S)
@@ -221,7 +248,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         def held_up(name: str, pid: int, cause: str) -> None:
             self._record(ChildEvent(name, "held_up", cause, pid))
 
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             group.create_task(Vouching(self.etcd, held_up).run(trainers))
             group.create_task(self.lost_leases.follow(self.etcd, self._keys, alive, self.kill))
 
@@ -252,16 +279,18 @@ class LocalCluster(SupervisedProcesses[JobState]):
         await renew(self.etcd, self._keys, self.spec)
         private_files.write_text(self.folder / "spec.json", self.spec.to_bytes().decode())  # masters read it
         self.directory = Directory(self.etcd, self._keys)
-        self.run_beside(self.directory.run())
-        self.run_beside(self._follow_state())
-        self.run_beside(self._end_the_silent())
+        self.run_beside(self.directory.run, "following the job")
+        self.run_beside(self._follow_state, "waiting for the end of the job")
+        self.run_beside(self._end_the_silent, "watching leases")
         if self.masterless:
             self._masterless_client = MasterlessClient(self.etcd, self._keys)
-            self.run_beside(self._masterless_client.run())
+            self.run_beside(self._masterless_client.run, "following the queue")
         if not self.masterless:
             await self._add_masters({}, "logs")
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
-        self._uds = str(self._opened.enter_context(sockets(self.folder)))
+        folder = self._opened.enter_context(sockets(self.folder))
+        self._uds = f"{folder.path}/"
+        self.run_beside(folder.keep, "keeping sockets")
         self._pserver_settings = {"TRIREME_THREADS": threads}
         if self._spare_pservers:
             self._pserver_settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
@@ -270,7 +299,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
         for _ in range(self.spec.trainers):
             await self._add_member("trainer")
         if not self.masterless:  # only now, or it would start members that are about to be started here
-            self.run_beside(self.numbers.follow(self.etcd, self.directory, self._grow, self._leave))
+            follow = partial(self.numbers.follow, self.etcd, self.directory, self._grow, self._leave)
+            self.run_beside(follow, "following the numbers of members")
 
     async def _news(self) -> None:
         await self.directory.changed(self.directory.revision, FOLLOW_S)

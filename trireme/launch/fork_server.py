@@ -5,14 +5,15 @@ them.
        `─────────────────────────────────'
 
     middle ends at once, so the child becomes the launcher's: the launcher waits for it, and it dies with the
-    cher.
+    launcher.
 
 The control socket is standard input: one byte with three descriptors (connection, stdout, stderr) for each
 start; on the connection the launcher writes a Request, the child its pid, and the launcher GO. A side that
 gets no answer gives up.
 
 User code is imported in children only, and no thread is started here (OpenBLAS ends its own before a fork).
-If this process is killed, its children keep running: they are the launcher's.
+If this process is killed, its children keep running: they are the launcher's. If the launcher is killed, its
+children die with it, and this process ends what they have started themselves (trireme/launch/leftovers.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any, Never, Self
 
 import setproctitle
 
+from trireme.launch import leftovers
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.process_setup import die_with
 
@@ -86,7 +88,8 @@ class Request:
 
 
 def main() -> int:
-    """Serve until the launcher closes the control socket."""
+    """Serve until the launcher ends, which closes the control socket."""
+    launcher = os.getppid()
     # OpenBLAS
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     # finds the space for titles, which is impossible after the environment has changed
@@ -100,6 +103,7 @@ def main() -> int:
                 continue
             request, descriptors, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
             if not request:
+                leftovers.end_session_without(launcher)
                 return 0
             descriptor, out, err = descriptors
             # an error here: the launcher has given up or died

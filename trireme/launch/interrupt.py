@@ -3,6 +3,9 @@
 first: make a checkpoint, for at most CHECKPOINT_S -> cancel the run, which stops its children in order
 second: kill every child at once
 
+A run that gives up because of one member makes a checkpoint first, too: the others may have trained for hours
+since the last one.
+
 A closed terminal is SIGHUP, and what is still written to it goes nowhere: a write would fail, and whoever
 says that it stops would not stop.
 """
@@ -16,15 +19,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import wait_for_operation
 from trireme.view.progress import say
 from trireme_shared.platform.runtime import ids
 from trireme_shared.protocol.errors import TriremeError
-from trireme_shared.protocol.records import Phase, Stage
 from trireme_shared.protocol.records.checkpoints import saved_point
-from trireme_shared.protocol.records.operations import saves_on_demand
 
 CHECKPOINT_S = 30.0
 MASTER_S = 2.0
@@ -95,12 +97,12 @@ class InterruptHandler:
     def on_signal(self) -> None:
         self.count += 1
         self._terminal.silence_if_closed()
-        if self.count == 1 and self.cluster is not None and self.ready and _is_training(self.cluster):
+        if self.count == 1 and self.cluster is not None and self.ready and self.cluster.is_training:
             self.say(
                 f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); interrupt "
                 "again to stop at once"
             )
-            self.cluster.run_beside(self._save_and_stop(self.cluster))
+            self.cluster.run_beside(partial(self._save_and_stop, self.cluster), "saving before it stops")
             return
         if self.count == 1:
             self.say("stopping; interrupt again to stop at once")
@@ -113,22 +115,34 @@ class InterruptHandler:
         if not self.count:
             self.on_signal()
 
+    async def save_before_giving_up(self, cluster: LocalCluster) -> None:
+        """The run cannot go on. What the others have trained is saved, if there is somebody who can."""
+        if cluster.is_training and cluster.can_save:
+            self.say(f"the run cannot go on: saving a checkpoint first (at most {CHECKPOINT_S:g} s)")
+            await self._save(cluster, "the run gives up")
+
     async def _save_and_stop(self, cluster: LocalCluster) -> None:
+        await self._save(cluster, "Ctrl-C")
+        self._stop()
+
+    async def _save(self, cluster: LocalCluster, cause: str) -> None:
         try:
             async with asyncio.timeout(CHECKPOINT_S):
+                await cluster.directory.wait_for(
+                    lambda view: cluster.masterless or view.master is not None, CHECKPOINT_S, "a master"
+                )
                 async with cluster.client(MASTER_S) as (client, job):
                     key = ids.new_id("interrupt")
                     operation = await client.create_checkpoint(
-                        job, key=key, cause="Ctrl-C", limit_s=CHECKPOINT_S
+                        job, key=key, cause=cause, limit_s=CHECKPOINT_S
                     )
                 done = await wait_for_operation(
                     lambda: cluster.client(MASTER_S), operation, CHECKPOINT_S, lambda _: None
                 )
             self.say(f"saved {saved_point(cluster.spec.mode, done.step or 0)}; stopping")
         except (TriremeError, TimeoutError) as error:
-            cause = str(error) or f"not within {CHECKPOINT_S:g} s"
-            self.say(f"no checkpoint was saved ({cause}); the job can resume from the one before; stopping")
-        self._stop()
+            why = str(error) or f"not within {CHECKPOINT_S:g} s"
+            self.say(f"no checkpoint was saved ({why}); the job can resume from the one before; stopping")
 
     def _stop(self) -> None:
         if self._run is not None:
@@ -138,10 +152,3 @@ class InterruptHandler:
 def resume_command() -> str:
     """The command that resumes this run."""
     return shlex.join(["trireme", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
-
-
-def _is_training(cluster: LocalCluster) -> bool:
-    state = cluster.directory.state
-    if state is None or state.stage is not Stage.TRAIN:
-        return False
-    return saves_on_demand(cluster.spec) and state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}

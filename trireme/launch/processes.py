@@ -4,16 +4,19 @@ outlives the launcher.
     ForkServer.start ─► forked        saves tenths of a second of processor time, and shares memory
                   `──► spawned        if forking is impossible, switched off, or failed
 
-Both are children of this process, lead a session of their own (a Ctrl-C in the terminal reaches the launcher
-only) and die with it: PDEATHSIG kills them if the launcher itself is killed. A Child is started, ends, and
-may be started again, with the same log file.
+Both are children of this process, lead a group of their own (a Ctrl-C in the terminal reaches the launcher
+only) and die with it: PDEATHSIG kills them if the launcher itself is killed. What a child leaves running in
+its group ends with it, whatever its end was (trireme/launch/leftovers.py). A Child is started, ends, and may
+be started again, with the same log file.
 
-A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is
-always started again. So is one that had started up and later lost its lease: its host froze or was cut off. A
-child that ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not
-help. A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a
-missing package, say). A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter
-servers: fewer starts, and later ones.
+A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, chaos) is always started
+again. So is one that had started up and later lost its lease: its host froze or was cut off; and one that
+found another script than the job's: somebody edits it, and the others train on. A child that the kernel kills
+for lack of memory (out_of_memory.py in platform/runtime) has ended by itself. A child that ends by itself right
+after its start MAX_EARLY_ENDS times is given up: one more start would not help. A child that was never ready is
+given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say). A job's
+restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer starts, and later
+ones.
 """
 
 from __future__ import annotations
@@ -27,16 +30,20 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol, Self
 
+from trireme.launch import leftovers
 from trireme.launch.fork_server import GO, Request
-from trireme.view.child_events import ChildEvent
+from trireme.view.child_events import AS_ASKED, ChildEvent
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.client import TIMEOUT_S
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import begun, clock, process_setup, telemetry
+from trireme_shared.platform.runtime.containment import backoff_s
 from trireme_shared.platform.runtime.http import is_here
+from trireme_shared.platform.runtime.out_of_memory import memory_kills
 from trireme_shared.platform.runtime.process_setup import adopting, die_with_parent, memory_tunables
 from trireme_shared.platform.runtime.service import EXIT_CODES, LEASE_LOST, READY_FILE, health_url
 from trireme_shared.platform.security import private_files
@@ -62,6 +69,7 @@ FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0
 # 0: it was told to stop
 _FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+SCRIPT_CHANGED = EXIT_CODES["SCRIPT_CHANGED"]
 
 log = telemetry.logger("processes")
 REVOKE_TIMEOUT_S = 2.0
@@ -76,11 +84,6 @@ class Process(Protocol):
     def returncode(self) -> int | None: ...
     async def wait(self) -> int: ...
     def send_signal(self, signal: int, /) -> None: ...
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def inherited_environment() -> dict[str, str]:
@@ -100,6 +103,10 @@ Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes], IO[bytes]], Await
 async def spawn(
     argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
 ) -> Process:
+    """Raises OSError. Where there are no descriptors of processes (they are Linux's), what the child leaves
+    running is not ended."""
+    if hasattr(os, "pidfd_open"):
+        return Spawned(_popen(argv, environment, out, err))
     return await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,
@@ -111,8 +118,24 @@ async def spawn(
     )
 
 
+def _popen(
+    argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Returns when the program has begun, as asyncio's own way does. Raises OSError."""
+    return subprocess.Popen(  # noqa: S603  our own interpreter and modules
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        env=dict(environment),
+        start_new_session=True,
+        preexec_fn=die_with_parent(),  # noqa: PLW1509  as for all children
+    )
+
+
 class Forked:
-    """A child of this process that the fork server forked."""
+    """A child of this process that leads a group: the fork server forked it. It has ended once its group has:
+    see trireme/launch/leftovers.py."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -123,18 +146,40 @@ class Forked:
         self._loop.add_reader(self._descriptor, self._end)
 
     def __repr__(self) -> str:
-        return (
-            f"<Forked {self.pid}: {'running' if self.returncode is None else f'exit code {self.returncode}'}>"
-        )
+        state = "running" if self.returncode is None else f"exit code {self.returncode}"
+        return f"<{type(self).__name__} {self.pid}: {state}>"
 
     def _end(self) -> None:
+        """It is a zombie now."""
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)
+        self._end_group(signal.SIGTERM, signal.SIGKILL)
+
+    def _end_group(self, *signals: signal.Signals, limit: float = 0.0) -> None:
+        """Send the first of these signals to what is left, and the next one after LEAVE_S; then tell the
+        end."""
+        if leftovers.left_of_group(self.pid):
+            now = clock.monotonic()
+            if now >= limit and signals:
+                leftovers.signal_group(self.pid, signals[0])
+                signals, limit = signals[1:], now + leftovers.LEAVE_S
+            if now < limit:
+                look = partial(self._end_group, *signals, limit=limit)
+                self._loop.call_later(leftovers.LOOK_S, look)
+                return
+            log.warning("left_running", leader=self.pid, processes=leftovers.left_of_group(self.pid))
+        self._wait()
+
+    def _wait(self) -> None:
         try:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.returncode = self._reap()
         except ChildProcessError:  # other code in this process has waited for it
             self.returncode = UNKNOWN_CODE
         self._ended.set_result(self.returncode)
+
+    def _reap(self) -> int:
+        """Raises ChildProcessError."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
@@ -144,8 +189,20 @@ class Forked:
             os.kill(self.pid, signal)
 
 
+class Spawned(Forked):
+    """As Forked, of a new interpreter."""
+
+    def __init__(self, started: subprocess.Popen[bytes]) -> None:
+        super().__init__(started.pid)
+        self._started = started
+
+    def _reap(self) -> int:
+        return self._started.wait()  # without it Popen itself would wait for the number, some day
+
+
 def start_server(control: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A fork server that reads requests from `control` and dies with this process."""
+    """A fork server that reads requests from `control`, and ends once this process has closed the other
+    end."""
     return subprocess.Popen(  # noqa: S603  our own interpreter and module
         [*PYTHON_MODULE, MODULE, TITLE_ROOM],
         stdin=control.fileno(),
@@ -153,7 +210,6 @@ def start_server(control: socket.socket, environment: Mapping[str, str]) -> subp
         stderr=subprocess.DEVNULL,
         env={**environment, "SPT_NOENV": "1"},  # so that setproctitle leaves /proc/PID/environ alone
         start_new_session=True,
-        preexec_fn=die_with_parent(),  # noqa: PLW1509  as for all children
     )
 
 
@@ -239,12 +295,13 @@ class ForkServer:
         return self._control
 
     def _stop(self) -> None:
-        """SIGKILL: it holds no state."""
-        if self._control is not None:
-            self._control.close()
+        """SIGKILL: it holds no state. Before it sees the end of the connection, so that it does not look for
+        an end of this process."""
         if self.server is not None:
             self.server.send_signal(signal.SIGKILL)
             self.server.wait()
+        if self._control is not None:
+            self._control.close()
         self._control = self.server = None
 
 
@@ -256,14 +313,18 @@ class ClusterError(TriremeError):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended. `code`: as subprocess gives it (negative: the signal's number)."""
+    """How a process ended. `code`: as subprocess gives it (negative: the signal's number). `out_of_memory`:
+    the kernel has killed it for that, as text."""
 
     pid: int
     code: int
     lived_s: float
+    out_of_memory: str = ""
 
     def __str__(self) -> str:
-        if self.code == EXIT_CODES["SCRIPT_CHANGED"]:
+        if self.out_of_memory:
+            return self.out_of_memory
+        if self.code == SCRIPT_CHANGED:
             return (
                 "its script or a module has changed since the job was created: restore it, or stop the "
                 "job and start it again"
@@ -294,6 +355,8 @@ class Child:
         self.process: Process | None = None
         self._since = 0.0
         self._last_end: Exit | None = None
+        self._ended: Process | None = None  # how, is `_last_end`
+        self._killed_here = False
 
     def __repr__(self) -> str:
         state = f"pid {self.pid}" if self.alive else "not running"
@@ -332,6 +395,8 @@ class Child:
     async def start(self) -> None:
         """Start the process; its output is appended to `log`."""
         assert not self.alive, f"{self!r} is started twice"
+        memory_kills()  # later ones are of children
+        self._killed_here = False
         last_end = {begun.LAST_END: str(self._last_end)} if self._last_end is not None else {}
         with self._open_log() as out:
             self.process = await self._start(self.argv, self.environment | last_end, out, out)
@@ -345,14 +410,19 @@ class Child:
     async def wait(self) -> Exit:
         """Wait for the end of the current process."""
         assert self.process is not None, f"{self!r} was never started"
-        code = await self.process.wait()
-        self._last_end = Exit(self.process.pid, code, clock.monotonic() - self._since)
+        process, code = self.process, await self.process.wait()
+        if self._last_end is None or self._ended is not process:
+            killed = code == -signal.SIGKILL and not self._killed_here
+            cause = memory_kills().claim() if killed else ""
+            self._last_end = Exit(process.pid, code, clock.monotonic() - self._since, cause)
+            self._ended = process
         return self._last_end
 
     def send(self, number: signal.Signals) -> None:
         """Does nothing if it has ended."""
         if self.process is None or not self.alive:
             return
+        self._killed_here |= number == signal.SIGKILL
         if self._group:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -404,21 +474,27 @@ class RestartPolicy:
         return self.when == "always" or (self.when == "on_failure" and code != 0)
 
     def delay_s(
-        self, code: int, lived_s: float, *, was_ready: bool = True, at_work: bool = False
+        self, code: int, lived_s: float, *, was_ready: bool = True, at_work: bool = False, own: bool = False
     ) -> float | None:
         """Seconds until the next start after an end with `code` (as of subprocess); None: give up.
 
         `was_ready`: whether the child has ever finished its start-up. `at_work`: it has ended in the middle
-        of a minibatch, so that is what its death counts against, and not its start.
+        of a minibatch, so that is what its death counts against, and not its start. `own`: it has ended by
+        itself, whatever the code says.
         """
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
         self.deaths += 1
-        by_itself = code not in _FROM_OUTSIDE and not at_work
+        by_itself = (own or code not in (*_FROM_OUTSIDE, SCRIPT_CHANGED)) and not at_work
         self.own_ends += by_itself and not (was_ready and code == LEASE_LOST)
         if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
-        return max(self.least_s, min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
+        return max(self.least_s, backoff_s(self.deaths, FIRST_DELAY_S, MAX_DELAY_S))
+
+    def delay_after(self, end: Exit, *, was_ready: bool, at_work: bool) -> float | None:
+        """As `delay_s`."""
+        own = bool(end.out_of_memory)
+        return self.delay_s(end.code, end.lived_s, was_ready=was_ready, at_work=at_work, own=own)
 
 
 def death_event(
@@ -426,6 +502,8 @@ def death_event(
 ) -> ChildEvent:
     """`lost`: the lease that it had lost, as text; "": none. `left`: what it had begun."""
     cause, what = f"{end}{_at_work(left)}", "given_up" if given_up else "died"
+    if end.code == 0 and not _at_work(left):  # members end so when they were asked to leave
+        return ChildEvent(name, what if given_up else "left", AS_ASKED, end.pid)
     if end.code == LEASE_LOST or (lost and end.code == -signal.SIGKILL):
         what = what if given_up else "lost_lease"
         cause = lost or cause
@@ -495,14 +573,15 @@ async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int, named: 
             await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
 
 
-async def revoke_lock_of(etcd: Etcd, key: str, child: str) -> None:
-    """The lease of the lock `key`, if a process of that child held it. Raises TriremeError, TimeoutError, as
+async def revoke_lock_of(etcd: Etcd, key: str, url: str) -> None:
+    """The lease of the lock `key`, if the process of this host held it that answered at `url`: those of other
+    hosts, and of other clusters here, have children of the same names. Raises TriremeError, TimeoutError, as
     revoke_leases_of."""
     async with asyncio.timeout(REVOKE_TIMEOUT_S):
         found = await etcd.get(key)
         lock = read_record(MasterLock, key, found.value) if found is not None else None
-        for lease in _lease_of(child, lock):
-            await etcd.revoke(lease)
+        if lock is not None and lock.url == url and is_here(lock.network):
+            await etcd.revoke(lock.lease)
 
 
 async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:
@@ -514,5 +593,7 @@ async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:
 
 
 def _lease_of(child: str, holder: MasterLock | None) -> list[int]:
-    """The lock's lease if the child holds the lock."""
-    return [holder.lease] if holder is not None and holder.master.startswith(f"{child}-") else []
+    """The lock's lease if the child, which is of this host, holds the lock."""
+    if holder is None or not is_here(holder.network):
+        return []
+    return [holder.lease] if holder.master.startswith(f"{child}-") else []

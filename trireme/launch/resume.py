@@ -88,7 +88,7 @@ class Plan:
 
 def read_previous_run(folder: Path) -> PreviousRun:
     try:
-        spec = JobSpec.model_validate_json((folder / SPEC_FILE).read_bytes())
+        spec = JobSpec.from_bytes((folder / SPEC_FILE).read_bytes())
     except (OSError, ValidationError):
         return PreviousRun()
     result = read_json(folder / RESULT_FILE)

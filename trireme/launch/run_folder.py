@@ -25,6 +25,7 @@ from trireme.settings import UsageError
 from trireme.validation import allowed_name
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import private_files
+from trireme_shared.platform.security.access import family_of
 from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
 from trireme_shared.protocol.errors import NotFound, TriremeError
 
@@ -190,17 +191,18 @@ def other_runs(run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def sockets(run_dir: Path) -> Iterator[Path]:
+def sockets(run_dir: Path) -> Iterator[SocketFolder]:
     """A new folder for UNIX sockets, removed afterwards. It is a temporary folder, because the path of a
     socket may have only 107 bytes; DATA_DIR/JOB/sockets links to it. Folders that killed runs of this user
-    left behind are removed first, whatever they were of."""
+    left behind are removed first, whatever they were of. Raises InvalidArgument: no folder is short
+    enough."""
     sweep_socket_folders(PREFIX)
     link = run_dir / SOCKETS
     link.unlink(missing_ok=True)
     folder = SocketFolder(PREFIX)
     try:
         link.symlink_to(folder.path)
-        yield folder.path
+        yield folder
     finally:
         link.unlink(missing_ok=True)
         folder.remove()
@@ -208,8 +210,7 @@ def sockets(run_dir: Path) -> Iterator[Path]:
 
 def check_port(host: str, port: int) -> None:
     """Raises UsageError if the port cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -236,6 +237,13 @@ class DiskFull(TriremeError):
             free_bytes=free,
             needed_bytes=NEEDED_BYTES,
         )
+
+
+class EtcdDamaged(TriremeError):
+    """The etcd that belongs to the folder cannot read its own files. What only it knew is lost: the state of
+    jobs, their queues. Checkpoints and exports lie in the jobs' storage."""
+
+    code, status = "ETCD_DAMAGED", 500
 
 
 @contextmanager

@@ -21,9 +21,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from trireme.launch.bounded_logs import keep_bounded
 from trireme.launch.leases import LostLease
 from trireme.launch.processes import (
     PYTHON_MODULE,
@@ -37,13 +39,15 @@ from trireme.launch.processes import (
     revoke_all_leases,
     tail_of,
 )
-from trireme.launch.run_folder import DiskFull, etcd_lacks_space, is_full
+from trireme.launch.run_folder import DiskFull, EtcdDamaged, etcd_lacks_space, is_full
 from trireme.view.child_events import ChildEvent, EventFile
 from trireme_shared.platform.etcd import Etcd, Fatal
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
+from trireme_shared.platform.etcd.errors import UNUSABLE, Damaged
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.platform.runtime import begun, clock
+from trireme_shared.platform.runtime.containment import Containment
 from trireme_shared.platform.runtime.service import READY_FILE
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.tls import VARIABLES
@@ -92,6 +96,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
 
     grace_s: Mapping[str, float]  # by role, in stopping order
     passed_on: Sequence[str] = PASSED_ON
+    ends_with: tuple[type[Exception], ...] = UNUSABLE  # errors of what runs beside that nothing survives
 
     def __init__(
         self,
@@ -112,6 +117,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self._supervised: set[str] = set()
         self._not_again: set[str] = set()  # children that have ended and are not started again
         self._stopping = self._events_lost = False
+        self._contained = Containment(self.ends_with, self._tell_failure)
         self._opened = contextlib.AsyncExitStack()
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
@@ -123,6 +129,11 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     @abstractmethod
     def url(self) -> str:
         """Of the leading master; "" while there is none."""
+
+    @property
+    @abstractmethod
+    def way_without_etcd(self) -> str:
+        """What the user can do if the files of our own etcd are damaged."""
 
     @abstractmethod
     async def _start(self) -> None:
@@ -191,8 +202,14 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._start_child)
         await child.start()
         self._record(ChildEvent(name, "started", pid=child.pid))
-        self.run_beside(self._supervise(child))
+        self._supervise_beside(child)
         return child
+
+    def _supervise_beside(self, child: Child) -> None:
+        self.run_beside(partial(self._supervise, child), f"supervising {child.name}")
+
+    def _tell_failure(self, sentence: str) -> None:
+        self._record(ChildEvent("launcher", "waiting", sentence))
 
     def _common(self) -> dict[str, str]:
         """The settings that all processes share."""
@@ -295,9 +312,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
             if lost is not None and lost.stopped:
                 child.pardon()
             left, again = child.left, policy.starts_again(end.code)
-            delay_s = policy.delay_s(
-                end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None
-            )
+            delay_s = policy.delay_after(end, was_ready=child.was_ready, at_work=left is not None)
             gone = str(lost) if lost is not None else ""
             self._record(death_event(child.name, end, gone, given_up=delay_s is None or not again, left=left))
             await self._mourn(child, end)
@@ -351,20 +366,27 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         except Fatal as error:
             if etcd_lacks_space(self.embedded):
                 raise DiskFull.under(self.folder, "etcd cannot start") from error
+            if isinstance(error, Damaged):
+                raise self._damaged(error) from error
             raise
         self._record(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
-        self.run_beside(self._supervise_etcd())
+        self.run_beside(self._supervise_etcd, "supervising etcd")
+
+    def _damaged(self, error: Damaged) -> EtcdDamaged:
+        data = self.embedded.data_dir
+        msg = f"etcd cannot read its files in {data}, which are damaged: {error.message}"
+        return EtcdDamaged(msg, hint=f"{self.way_without_etcd}; {error.hint}", folder=str(data))
 
     async def _supervise_etcd(self) -> None:
         policy = RestartPolicy()
         while True:
-            since = clock.monotonic()
-            pid, code = self.embedded.pid or 0, await self.embedded.wait()
-            end = Exit(pid, code or 0, clock.monotonic() - since)
+            since, pid = clock.monotonic(), self.embedded.pid or 0
+            deleted = await self.embedded.until_end()
+            end = Exit(pid, await self.embedded.wait() or 0, clock.monotonic() - since)
             while not self.embedded.running:
                 if self._stopping:
                     return
-                self._record(ChildEvent("etcd", "died", str(end), end.pid))
+                self._record(ChildEvent("etcd", "died", deleted or str(end), end.pid))
                 # etcd may end of a full disk when there is room again: it notices at the next file of its log
                 full = end.code >= 0 and is_full(self.embedded.data_dir)
                 delay_s = None if full else policy.delay_s(end.code, end.lived_s)
@@ -373,17 +395,22 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                     return
                 if delay_s is None:
                     message = f"etcd ended again and again, the last time with {end}"
-                    self._fail("etcd", message, self.embedded.log_path)
+                    self._fail("etcd", message, self.embedded.log_path, self.embedded.last_words())
                     return
                 await asyncio.sleep(delay_s)
-                with contextlib.suppress(Fatal):  # the next round reports this death
+                try:
                     await self.embedded.start()
+                except Damaged as error:
+                    self._end_with(self._damaged(error))
+                    return
+                except Fatal:  # the next round reports this death
+                    pass
             self._record(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
 
     # ------------------------------------------------------------ the end
 
-    def _fail(self, name: str, message: str, log: Path) -> None:
-        details = {"child": name, "log": str(log), "tail": tail_of(log)}
+    def _fail(self, name: str, message: str, log: Path, tail: str = "") -> None:
+        details = {"child": name, "log": str(log), "tail": tail or tail_of(log)}
         self._end_with(ClusterError(f"{message}; its log is {log}", **details))
 
     def _end_with(self, error: Exception) -> None:
@@ -405,6 +432,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         try:
             private_files.make_folder(self.folder)
             private_files.make_folder(self.folder / "logs")
+            self.run_beside(partial(keep_bounded, self.folder / "logs"), "keeping logs in bounds")
             await self._start()
         except BaseException:
             await self._end()
@@ -414,13 +442,14 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     async def __aexit__(self, *_: object) -> None:
         await self._end()
 
-    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until the end; `final` raises what it raises."""
-        self._running.append(self._tasks.create_task(self._guarded(work)))
+    def run_beside(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
+        """Run `work` until the end, again after an error; `final` raises errors of `ends_with`. `what`: see
+        Containment."""
+        self._running.append(self._tasks.create_task(self._guarded(work, what)))
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
         try:
-            await work
+            await self._contained.keep(work, what)
         except Exception as error:  # noqa: BLE001  `final` raises it
             self._end_with(error)
 

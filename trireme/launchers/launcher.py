@@ -13,11 +13,13 @@ lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from trireme.view.child_events import ChildEvent
+from trireme_shared.platform.security.access import is_loopback
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 
 Role = Literal["master", "pserver", "trainer"]
@@ -134,3 +136,30 @@ class Resources:
             **{name: amount for name, amount in native.items() if amount or name == "num_cpus"},
             "resources": own,
         }
+
+
+HEAD = "start Ray's head with --node-ip-address=ADDRESS, an address that the other machines reach"
+
+
+def told_of_loopback(own: str, nodes: Iterable[str]) -> str:
+    """What to tell the user of a Ray node whose address is one of its own machine alone, else "". `nodes`:
+    the addresses of all nodes. Raises PeerError if there are nodes elsewhere: their processes would try for
+    ever."""
+    if not is_loopback(own):
+        return ""
+    elsewhere = [node for node in nodes if not is_loopback(node)]
+    if elsewhere:
+        msg = (
+            f"this Ray node has the address {own}, so nodes elsewhere ({', '.join(elsewhere[:4])}) reach "
+            "neither etcd nor masters here"
+        )
+        raise PeerError(msg, hint=HEAD)
+    return f"this Ray node has the address {own}: nodes on other machines cannot take part; {HEAD}"
+
+
+def unreached_etcd(etcd: str, own: str) -> str:
+    """Why a process on the Ray node with the address `own` cannot reach etcd at its URLs, else ""."""
+    hosts = [host for url in etcd.split(",") if (host := urlsplit(url).hostname)]
+    if not hosts or is_loopback(own) or not all(map(is_loopback, hosts)):
+        return ""
+    return f"the node {own} cannot reach etcd at {hosts[0]}, an address of another machine alone; {HEAD}"

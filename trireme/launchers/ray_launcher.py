@@ -66,6 +66,12 @@ async def connected(address: str) -> AsyncIterator[str]:
         await asyncio.to_thread(ray.shutdown)
 
 
+async def addresses() -> list[str]:
+    """Of all nodes that are alive."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    return [str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
+
+
 async def _check_reachable(address: str) -> None:
     """Ray itself would try for minutes. Raises OSError, TimeoutError."""
     host, _, port = address.rpartition(":")
@@ -226,7 +232,9 @@ class RayLauncher:
         try:
             return cast("int", await asyncio.wrap_future(run.future())), ""
         except (RayError, OSError) as error:
-            return FAILED, f"{type(error).__name__}: {error}"
+            inner = getattr(error, "cause", None)  # without Ray's account of the actor
+            cause = inner if isinstance(inner, Exception) else error
+            return FAILED, f"{type(cause).__name__}: {cause}"
 
     async def _renew(self, actor: _Actor) -> None:
         """Another actor instead of one that failed for good."""

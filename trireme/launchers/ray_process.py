@@ -15,6 +15,7 @@ from typing import IO
 import ray
 
 from trireme.launch.processes import PYTHON_MODULE, Process, inherited_environment, spawn
+from trireme.launchers.launcher import unreached_etcd
 from trireme_shared.platform.security import private_files
 
 LOG = "process.log"
@@ -29,10 +30,12 @@ class RayProcess:
 
     async def run(self, module: str, settings: Mapping[str, str]) -> int:
         """`python -m module` with these TRIREME_* variables; its exit code when it has ended.
-        TRIREME_DATA_DIR gets its log. Raises OSError."""
+        TRIREME_DATA_DIR gets its log. Raises OSError, also if this node cannot reach etcd where it is."""
         if self._stopping:
             return 0
         address = ray.util.get_node_ip_address()
+        if unreached := unreached_etcd(settings.get("TRIREME_ETCD", ""), address):
+            raise ConnectionError(unreached)
         here = {"TRIREME_HOST": address, "TRIREME_NODE": address}
         environment = {**inherited_environment(), **settings, **here}
         with _log(Path(settings["TRIREME_DATA_DIR"])) as log:

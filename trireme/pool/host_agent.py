@@ -17,6 +17,9 @@ leader who tries again.
 All children are forked from one process that has loaded torch, and die with this one, which has not. While
 etcd is silent they go on. A child that lives on without its lease for too long is ended, and its place starts
 another process: one watch for each job that has children here (trireme/launch/leases.py says what counts).
+
+An error that one place or one job meets ends no other: the place ends its process, tells its trouble and
+tries again, and what watches and follows goes on.
 """
 
 from __future__ import annotations
@@ -24,18 +27,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 
-from trireme.launch.leases import LostLeases, Vouching
+from trireme.launch.bounded_logs import HostLogs
+from trireme.launch.leases import Vouching
 from trireme.launch.processes import (
     PYTHON_MODULE,
     Child,
@@ -43,23 +45,28 @@ from trireme.launch.processes import (
     ForkServer,
     RestartPolicy,
     Start,
-    cores,
     death_event,
     inherited_environment,
     revoke_leases_of,
     tail_of,
 )
 from trireme.launch.run_folder import sockets
+from trireme.pool.frozen_children import FrozenChildren
 from trireme.pool.host_status import HostMetrics, ProcessHealth
 from trireme.pool.registration import HostFolder, PlaceKeys, opened_folder
 from trireme.pool.settings import Settings, gpus, passed_on
+from trireme_shared import __version__
 from trireme_shared.platform.etcd import Etcd, KeyValue
+from trireme_shared.platform.etcd.errors import UNUSABLE
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership import life_sign
 from trireme_shared.platform.membership.status_server import StatusServer
 from trireme_shared.platform.runtime import begun, http, ids, service, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.containment import Containment, Failed, Failures, LongLivedGroup
+from trireme_shared.platform.runtime.limits import cores, memory_bytes
 from trireme_shared.platform.runtime.service import READY_FILE
+from trireme_shared.platform.security.private_files import told_of_sockets
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import JobSpec, JobState
@@ -70,9 +77,8 @@ from trireme_shared.protocol.records.record import shortened
 CLAIM_S = 60.0  # longer than the lease of a dead agent of this name
 # in the order in which they leave: trainers make the checkpoint that pservers wait for
 KINDS: tuple[Kind, ...] = ("pserver", "trainer")
-LOOK_S = 1.0
 MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
-START_AGAIN_S = 3.0  # after a start that the system refused
+START_AGAIN_S, MOST_PAUSE_S = 3.0, 60.0  # after a start that the system refused
 ASK_S = 2.0
 TROUBLE_CHARACTERS = 1500
 TASK_MODULE = "trireme.pool.task_process"
@@ -118,16 +124,18 @@ class HostAgent:
         with contextlib.ExitStack() as opens:
             folder = opens.enter_context(opened_folder(self.settings.data_dir))
             forks = opens.enter_context(ForkServer())
-            uds = str(opens.enter_context(sockets(folder.place)))
+            unix = opens.enter_context(sockets(folder.place))
+            if told := told_of_sockets():
+                log.info("sockets_elsewhere", told=told)
             await self._revoke(folder.last_lease)
-            members = [self._member(kind, number) for kind in KINDS for number in range(self._count(kind))]
+            members = [self.member(kind, number) for kind in KINDS for number in range(self._count(kind))]
             if not members:
                 raise InvalidArgument(
                     "a host without places is of no use: TRIREME_TRAINERS and TRIREME_PSERVERS are 0"
                 )
             keys = PlaceKeys(self.etcd, self.keys, members, self.settings.agent_ttl_s, folder.note_lease)
-            host = self._host(folder, forks, uds)
-            self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
+            host = self._host(folder, forks, f"{unix.path}/")
+            self.places = [Place(member, host, self.reporter(keys, member)) for member in members]
             self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
             self.metrics.registration = keys
@@ -140,14 +148,27 @@ class HostAgent:
             service.ready()
             forks.prepare()
             service.settled()
-            return await self._serve(host, keys, stopping)
+            return await self.serve(host, keys, unix.keep, stopping)
 
-    async def _serve(self, host: Host, keys: PlaceKeys, stopping: asyncio.Event) -> int:
-        async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(self._follow(kind)) for kind in KINDS if self._count(kind)]
-            beside.append(group.create_task(FrozenChildren(host, self.places).run()))
-            beside.append(group.create_task(Vouching(host.etcd).run(self._children)))
-            holding = group.create_task(keys.hold())
+    async def serve(
+        self,
+        host: Host,
+        keys: PlaceKeys,
+        keep_sockets: Callable[[], Awaitable[None]],
+        stopping: asyncio.Event,
+    ) -> int:
+        """As `run`, from the registration on."""
+        async with LongLivedGroup() as group:
+            keep = Containment(UNUSABLE).keep
+            parts: dict[str, Callable[[], Awaitable[None]]] = {
+                f"following {kind}s": partial(self._follow, kind) for kind in KINDS if self._count(kind)
+            }
+            parts["watching leases"] = FrozenChildren(host, self.places).run
+            parts["keeping sockets"] = keep_sockets
+            parts["vouching for children"] = partial(Vouching(host.etcd).run, self._children)
+            parts["keeping logs in bounds"] = self._logs(host).run
+            beside = [group.create_task(keep(part, what)) for what, part in parts.items()]
+            holding = group.create_task(keep(keys.hold, "keeping the places registered"))
             asked = group.create_task(stopping.wait())
             running = [(place.kind, group.create_task(place.run())) for place in self.places]
             await asyncio.wait((holding, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -169,6 +190,16 @@ class HostAgent:
         children = {place.member: place.child for place in self.places if place.child is not None}
         return {member: child for member, child in children.items() if child.alive}
 
+    def _logs(self, host: Host) -> HostLogs:
+        async def exists(job: str) -> bool:
+            return bool((await self.etcd.range(self.keys.job(job), count_only=True)).count)
+
+        def written() -> list[Path]:
+            return [place.child.log for place in self.places if place.child is not None]
+
+        most = {"log_bytes": self.settings.log_bytes, "logs_bytes": self.settings.logs_bytes}
+        return HostLogs(host.folder.logs, exists, written, **most)
+
     def _count(self, kind: Kind) -> int:
         return self.settings.trainers if kind == "trainer" else self.settings.pservers
 
@@ -176,7 +207,7 @@ class HostAgent:
     def _cores(self) -> int:
         return self.settings.cores or cores()
 
-    def _member(self, kind: Kind, number: int) -> PoolMember:
+    def member(self, kind: Kind, number: int) -> PoolMember:
         places = self.settings.trainers + self.settings.pservers
         return PoolMember(
             member=f"{self.settings.name}-{kind}-{number}",
@@ -187,8 +218,9 @@ class HostAgent:
             url=self.url,
             incarnation=self._incarnation,
             cores=max(1, self._cores // places),
-            memory_bytes=psutil.virtual_memory().total // places,
+            memory_bytes=memory_bytes() // places,
             device="cuda" if kind == "trainer" and gpus() else "cpu",
+            trireme_version=__version__,
         )
 
     def _host(self, folder: HostFolder, forks: ForkServer, uds: str) -> Host:
@@ -211,7 +243,7 @@ class HostAgent:
             self.settings.drain_seconds,
         )
 
-    def _reporter(self, keys: PlaceKeys, member: PoolMember) -> Callable[..., None]:
+    def reporter(self, keys: PlaceKeys, member: PoolMember) -> Callable[..., None]:
         key = self.keys.member(member.kind, member.member)
         return lambda **fields: keys.set(key, **fields)
 
@@ -250,66 +282,6 @@ class HostAgent:
 
 def _assignment(kv: KeyValue) -> Assignment | None:
     return read_record(Assignment, kv.key, kv.value)
-
-
-class FrozenChildren:
-    """`places`: all of the host."""
-
-    def __init__(self, host: Host, places: Sequence[Place]) -> None:
-        self._host, self._places = host, places
-
-    def __repr__(self) -> str:
-        return f"<FrozenChildren of {self._host.name}>"
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        watches: dict[str, asyncio.Task[None]] = {}
-        async with asyncio.TaskGroup() as group:
-            while True:
-                jobs = {place.job for place in self._places if place.child is not None}
-                for job in watches.keys() - jobs:
-                    watches.pop(job).cancel()
-                for job in jobs - watches.keys():
-                    watches[job] = group.create_task(self._watch(job))
-                await asyncio.sleep(LOOK_S)
-
-    async def _watch(self, job: str) -> None:
-        keys = Keys(job, self._host.keys.root)
-        lost = LostLeases(await self._lease_ttl_s(keys))
-        await lost.follow(
-            self._host.etcd, keys, self._alive_in(job), partial(self._end, lost), f"{self._host.name}-"
-        )
-
-    async def _lease_ttl_s(self, keys: Keys) -> float:
-        """Of the job's members, from its spec."""
-        while True:
-            try:
-                found = await self._host.etcd.get(keys.spec)
-                spec = read_record(JobSpec, found.key, found.value) if found is not None else None
-                if spec is not None:
-                    return spec.lease_ttl_s
-            except TriremeError as error:
-                log.debug("etcd_away", key=keys.spec, cause=str(error))
-            await asyncio.sleep(LOOK_S)
-
-    def _alive_in(self, job: str) -> Callable[[], dict[str, int]]:
-        def alive() -> dict[str, int]:
-            return {
-                place.short_name: place.child.pid
-                for place in self._places
-                if place.job == job and place.child is not None and place.child.alive
-            }
-
-        return alive
-
-    def _end(self, lost: LostLeases, name: str) -> None:
-        for place in self._places:
-            if place.short_name == name and place.child is not None:
-                pid, loss = place.child.pid, lost.ended(place.child.pid)
-                log.warning("child_lost_its_lease", member=place.member, pid=pid, cause=str(loss))
-                if loss is not None and loss.stopped:
-                    place.child.pardon()
-                place.child.send(signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,17 +347,37 @@ class Place:
 
     async def run(self) -> None:
         """Until `close`."""
+        contained, failures = Containment(UNUSABLE), Failures()
         while not self._closed or self._assignment is not None:
             self._changed.clear()
-            if self._assignment is None:
-                self._report(**IDLE)
-                await self._changed.wait()
-            elif self._assignment.task:
-                await self._run_task(self._assignment)
-                self.child = None
-            else:
-                await self._serve(self._assignment)
-                self._forget_child()
+            done = await contained.once(self._follow_assignment, f"running what {self.member} is assigned")
+            if isinstance(done, Failed):
+                pause_s = failures.add(START_AGAIN_S, MOST_PAUSE_S)
+                await contained.once(partial(self._after, done, pause_s), f"ending what {self.member} ran")
+
+    async def _follow_assignment(self) -> None:
+        """Until it is another one."""
+        if self._assignment is None:
+            self._report(**IDLE)
+            await self._changed.wait()
+        elif self._assignment.task:
+            await self._run_task(self._assignment)
+            self.child = None
+        else:
+            await self._serve(self._assignment)
+            self._forget_child()
+
+    async def _after(self, failed: Failed, pause_s: float) -> None:
+        """Its process ends, since nobody follows it. An attempt at a task is not run a second time."""
+        work, child = self._assignment, self.child
+        self._report(trouble=shortened(f"{self._host.name}: {failed.cause}", TROUBLE_CHARACTERS))
+        if child is not None:
+            await child.end(self._host.grace_s)
+            self.child = None
+        if work is not None and work.task:
+            self._report(ended=True, exit_code=NOT_STARTED)
+            await self._changed.wait()
+        await event_within(self._changed, pause_s)
 
     def _forget_child(self) -> None:
         if self.child is not None:
@@ -426,12 +418,11 @@ class Place:
                 return
             policy.when, policy.least_s = await self._restarts_of(work.job)
             left = child.left
-            delay_s = policy.delay_s(
-                end.code, end.lived_s, was_ready=child.was_ready, at_work=left is not None
-            )
+            delay_s = policy.delay_after(end, was_ready=child.was_ready, at_work=left is not None)
             self.deaths += 1
-            cause = death_event(child.name, end, given_up=False, left=left).cause
-            log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=cause)
+            ended = death_event(child.name, end, given_up=False, left=left)
+            what = "child_left" if ended.what == "left" else "child_died"
+            log.warning(what, member=self.member, job=work.job, pid=end.pid, cause=ended.cause)
             await self._revoke_leases(work.job, end)
             if not policy.starts_again(end.code):
                 await self._give_up(
@@ -464,7 +455,7 @@ class Place:
                 end = await self._end_of(child)
             if end is None:
                 return
-            code = end.code
+            code, trouble = end.code, end.out_of_memory
         except TimeoutError:
             await child.end(self._host.grace_s)
             code, trouble = TIMED_OUT, f"it ran over its time limit of {work.limit_s:g} s"

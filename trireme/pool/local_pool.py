@@ -73,7 +73,10 @@ class LocalPool(SupervisedProcesses[None]):
         "master": GRACE_S,
     }
     start_timeout_s = START_TIMEOUT_S
-    passed_on = (*PASSED_ON, "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL")
+    passed_on = (
+        *(*PASSED_ON, "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL"),
+        *("TRIREME_LOG_BYTES", "TRIREME_LOGS_BYTES", "TRIREME_STORAGE_ALLOWED"),
+    )
 
     def __init__(
         self,
@@ -101,6 +104,13 @@ class LocalPool(SupervisedProcesses[None]):
     def url(self) -> str:
         return self._url
 
+    @property
+    def way_without_etcd(self) -> str:
+        return (
+            f"the checkpoints of jobs lie in {self.request.storage} and do not depend on it: move "
+            f"{self.embedded.data_dir} away, start the cluster again, and submit the jobs with --init-from"
+        )
+
     async def leader_url(self) -> str:
         """Raises DeadlineExceeded if no master leads within `start_timeout_s`; ClusterError if the cluster
         cannot start."""
@@ -120,7 +130,7 @@ class LocalPool(SupervisedProcesses[None]):
 
     async def _start(self) -> None:
         await self._connect(self._keys.prefix)
-        self.run_beside(self._follow_leader())
+        self.run_beside(self._follow_leader, "following the leader")
         await self._start_masters()
         if self.request.hosts:
             await self._start_hosts()
@@ -142,7 +152,8 @@ class LocalPool(SupervisedProcesses[None]):
         its own."""
         bounds = self.request.bounds(beside=beside)
         if any(each.most > each.least for each in bounds.values()):
-            self.run_beside(PoolSize(launcher, bounds, self.leader, self._record).run())
+            sizing = PoolSize(launcher, bounds, self.leader, self._record)
+            self.run_beside(sizing.run, "following what jobs need")
 
     @asynccontextmanager
     async def leader(self) -> AsyncIterator[AsyncClient]:
@@ -196,7 +207,7 @@ class LocalPool(SupervisedProcesses[None]):
         itself."""
         del end
         with contextlib.suppress(TriremeError, TimeoutError):  # etcd is away: the lease expires by itself
-            await revoke_lock_of(self.etcd, self._keys.lock, child.name)
+            await revoke_lock_of(self.etcd, self._keys.lock, child.health_url)
 
     async def _follow_leader(self) -> None:
         key = self._keys.address

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trireme.launch.processes import ClusterError
-from trireme.launchers.launcher import ROLES, Resources, Role
-from trireme.launchers.ray_launcher import RayLauncher, connected
+from trireme.launchers.launcher import ROLES, Resources, Role, told_of_loopback
+from trireme.launchers.ray_launcher import RayLauncher, addresses, connected
 from trireme.pool.local_pool import DRAIN_S, LocalPool, PoolRequest
 from trireme.view.child_events import ChildEvent
 from trireme_shared.platform.security.tokens import Role as TokenRole
@@ -60,7 +60,9 @@ class RayPool(LocalPool):
         super().kill_all()
 
     async def _start(self) -> None:
-        self.embedded.host = await self._opened.enter_async_context(connected(self._ray.address))
+        own = self.embedded.host = await self._opened.enter_async_context(connected(self._ray.address))
+        if told := told_of_loopback(own, await addresses()):
+            self._record(ChildEvent("Ray", "waiting", told))
         await super()._start()
 
     async def _start_masters(self) -> None:

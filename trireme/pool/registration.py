@@ -26,6 +26,7 @@ from trireme.launch.run_folder import read_json, write_json
 from trireme_shared.platform.etcd import Compare, Etcd, Get, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, PeerError, TriremeError
 from trireme_shared.protocol.keys import ClusterKeys
@@ -90,7 +91,7 @@ class PlaceKeys:
     async def hold(self) -> None:
         """Keep the lease and the values; returns when the keys are released, or another agent has one of
         them."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             writing = group.create_task(self._keep_values())
             while not (self._lost or self._released):
                 assert self._lease is not None
@@ -202,6 +203,7 @@ class HostFolder:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.sources = place / "sources"
+        self.logs = place / "logs"
 
     def __repr__(self) -> str:
         return f"<HostFolder {self.place}>"
@@ -218,7 +220,7 @@ class HostFolder:
             write_json(self.place / AGENT_FILE, {"pid": os.getpid(), "lease": lease})
 
     def log_of(self, job: str, member: str, epoch: int) -> Path:
-        return self.place / "logs" / job / f"{member}-{epoch}.log"
+        return self.logs / job / f"{member}-{epoch}.log"
 
 
 @contextlib.contextmanager

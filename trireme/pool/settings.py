@@ -11,8 +11,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from trireme.launch.processes import cores
+from trireme.launch.bounded_logs import LOG_BYTES, LOGS_BYTES
 from trireme_shared.platform.membership.settings import MemberSettings
+from trireme_shared.platform.runtime.limits import cores
+from trireme_shared.platform.runtime.variables import without_service_links
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 _GPU = re.compile(r"nvidia\d+")
@@ -30,7 +32,7 @@ OWN = (
         "READY_FILE",
         "SOURCES",
     ),
-    *("NODE", "CORES", "BEGUN_FILE", "LAST_END"),
+    *("NODE", "CORES", "BEGUN_FILE", "LAST_END", "LOG_BYTES", "LOGS_BYTES"),
 )
 
 
@@ -52,7 +54,8 @@ class Settings(MemberSettings):
     `<name>-trainer-0`, ... `data_dir`: logs and scripts. `node`: the machine's name in the pool, by which
     members are placed together or apart ("": its host name). `cores`: how many of them the places share (0:
     all). `agent_ttl_s`: TTL of the places' lease, so how long the places of a dead host are waited for.
-    `drain_seconds`: how long a child may take to leave. Durations in seconds."""
+    `drain_seconds`: how long a child may take to leave. `log_bytes`: of one log, then it begins again;
+    `logs_bytes`: of all logs together. Durations in seconds."""
 
     job: str = ""
     name: str = Field(
@@ -66,11 +69,12 @@ class Settings(MemberSettings):
     cores: int = Field(default=0, ge=0, le=4096)
     agent_ttl_s: float = Field(default=5.0, ge=2.0)
     drain_seconds: float = Field(default=20.0, ge=0)
+    log_bytes: int = Field(default=LOG_BYTES, ge=1 << 16)
+    logs_bytes: int = Field(default=LOGS_BYTES, ge=1 << 20)
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """What children get of an agent's own TRIREME_* variables."""
     own = {f"TRIREME_{name}" for name in OWN}
-    return {
-        name: value for name, value in environment.items() if name.startswith("TRIREME_") and name not in own
-    }
+    given = without_service_links(environment)
+    return {name: value for name, value in given.items() if name.startswith("TRIREME_") and name not in own}

@@ -14,19 +14,30 @@ from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import private_files
 
 EVENTS_FILE = "children.jsonl"
+AS_ASKED = "left, as asked"  # the cause of an end by SIGTERM, in the words of the master
+ENDS = ("died", "lost_lease", "left", "given_up")
 
 
 @dataclass(frozen=True, slots=True)
 class ChildEvent:
-    """`what`: started, died, lost_lease (ended because of that), held_up (its code keeps the interpreter),
-    given_up (died, and is not started again), restarted, finished, left (the job was resized), lease_left,
-    unrecorded (the file cannot be written); of a launcher: grown, shrunk, waiting (for what). `cause`: how it
-    ended."""
+    """`what`: started, died, lost_lease (ended because of that), left (by itself, after it was asked to),
+    held_up (its code keeps the interpreter), given_up (one of these ends, and it is not started again),
+    restarted, finished, lease_left, unrecorded (the file cannot be written); of a launcher: grown, shrunk,
+    waiting (for what). `cause`: how it ended. `pid`: 0 if it is not known."""
 
     child: str
     what: str
     cause: str = ""
     pid: int = 0
+
+    @property
+    def end(self) -> str:
+        """`died (SIGKILL, pid 7)`, `lost its lease (frozen for 9 s, pid 7)`, `left, as asked (pid 7)`."""
+        told = [f"pid {self.pid}"] if self.pid else []
+        if self.cause == AS_ASKED:
+            return f"{AS_ASKED} ({', '.join(told)})" if told else AS_ASKED
+        what = "lost its lease" if self.what == "lost_lease" else "died"
+        return f"{what} ({', '.join([self.cause, *told])})"
 
 
 class EventFile:

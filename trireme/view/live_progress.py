@@ -140,14 +140,11 @@ class ProgressReporter:
         match event.what:
             case "held_up":
                 self._screen.event(f"{event.child} (pid {event.pid}): {event.cause}")
-            case "died" | "lost_lease":
-                what = "died" if event.what == "died" else "lost its lease"
+            case "died" | "lost_lease" | "left":
                 then = "; ".join([*self._consequence(event.child), "it is started again"])
-                self._screen.event(f"{event.child} {what} ({event.cause}, pid {event.pid}): {then}")
+                self._screen.event(f"{event.child} {event.end}: {then}")
             case "given_up":
-                self._screen.event(
-                    f"{event.child} died ({event.cause}, pid {event.pid}): it is not started again"
-                )
+                self._screen.event(f"{event.child} {event.end}: it is not started again")
             case "restarted":
                 self.restarts[event.child] += 1
             case "unrecorded":

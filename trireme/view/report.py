@@ -44,6 +44,7 @@ def result_document(
     result, completed = state.result, state.phase is Phase.COMPLETED
     return {
         "job": spec.job,
+        "state": state.phase.value,
         "phase": state.phase.value,
         "reason": state.reason,
         "cause": state.cause.value if state.cause else None,

@@ -25,7 +25,6 @@ from trireme_shared.protocol.records import (
     CompleteTask,
     FailTask,
     JobResult,
-    JobSpec,
     MetricBatch,
     MetricsTaken,
     Mode,
@@ -40,7 +39,7 @@ from trireme_shared.protocol.records import (
     TaskSummary,
     UserFailure,
 )
-from trireme_shared.protocol.records.cluster import Scheduling, Source, Standing, TaskState
+from trireme_shared.protocol.records.cluster import Scheduling, Source, TaskState
 from trireme_shared.protocol.records.datasets import Parquet
 from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.job_spec import JobSettings
@@ -176,7 +175,7 @@ PROPERTIES = {
     "request": "Id of the request, chosen by the caller: the same one gets the same pending task again.",
     "retries": "How often it may fail before that counts.",
     "scheduling": "What the job may have of the pool.",
-    "JobSpec.script": "Path or URL of the script, or `source:<digest>/<file name>`.",
+    "JobView.script": "Path or URL of the script, or `source:<digest>/<file name>`.",
     "seed": "Seed of the order of records and of all random numbers.",
     "shuffle": "Records are read in another order in each epoch.",
     "skip_after_seconds": "Asynchronous: a parameter server that is away so long is skipped; null: it is "
@@ -233,7 +232,7 @@ PARAMETERS = {
     "metric": ("Name of the series: step_loss or epoch_loss.", "step_loss"),
     "operation_id": ("Id of an operation, as in the answer of what began it.", "checkpoint-1a2b3c"),
     "page_size": ("At most so many items.", 100),
-    "page_token": ("next_page_token of the page before; empty: the first page.", "100"),
+    "page_token": ("next_page_token of the page before; empty: the first page.", "Wzk5XQ"),
     "resize_id": ("Id of a resize, as in listResizes.", "resize-1a2b3c"),
     "schedule": ("Name of the schedule.", "nightly"),
     "strategy": ("live: slots move while the job trains. restart: by a checkpoint.", "live"),
@@ -298,24 +297,33 @@ def _progress() -> of_job.JobProgress:
 
 def _about_a_job() -> Iterator[BaseModel]:
     yield of_job.Empty()
-    yield of_job.JobView(
+    job = of_job.JobView(
         job="digits",
+        state="RUNNING",
         phase="RUNNING",
-        stage=Stage.TRAIN,
-        mode=Mode.SYNC,
-        generation=3,
-        reason="",
         standing="ACTIVE",
+        reason="",
+        mode=Mode.SYNC,
+        stage=Stage.TRAIN,
+        generation=3,
         progress=_progress(),
         members=of_job.MemberCounts(trainers=2, trainers_desired=2, pservers=1, pservers_desired=1),
         losses=Losses(),
         result=JobResult(),
         master=of_job.MasterView(master_id="master-0", url="http://127.0.0.1:8470", term=17),
-        spec=JobSpec(
-            job="digits", script="digits.py", storage="s3://bucket/runs/digits", **dict(_settings())
-        ),
+        scheduling=Scheduling(min_trainers=2, priority=70),
+        starts=1,
+        settings=_settings(),
+        script=f"source:{_DIGEST}/digits.py",
+        storage="s3://bucket/runs/digits",
+        source_digest=_DIGEST,
+        create_time=_BEGIN,
+        start_time=_END,
         version=_VERSION,
     )
+    yield job
+    listed = job.with_fields(stage=None, generation=None, losses=None, result=None, settings=None)
+    yield of_job.JobPage(jobs=(listed,))
     yield Explanation(
         job="digits",
         code=Code.NO_TRAINER,
@@ -346,7 +354,7 @@ def _about_a_job() -> Iterator[BaseModel]:
         remaining_s=29.8,
     )
     yield task
-    yield of_job.TaskPage(tasks=(task,), next_page_token="100")  # noqa: S106
+    yield of_job.TaskPage(tasks=(task,), next_page_token="Wzk5XQ")  # noqa: S106
     yield TaskSummary(
         epoch=1, epochs=5, stage=Stage.TRAIN, total=24, todo=14, pending=2, done=8, discarded=0,
         records_total=11990, records_done=4096, task_records=512, steps_per_epoch=47, total_steps=235,
@@ -436,7 +444,14 @@ def _about_a_job() -> Iterator[BaseModel]:
     yield of_job.SeriesPoints(name="loss", points=(point,))
     evaluated = Evaluation(number=3, step=60, timeline=0, checkpoint=_CHECKPOINT, metrics={"accuracy": 0.91})
     yield of_job.EvaluationPage(evaluations=(evaluated,))
-    yield of_job.Version(name="trireme-master", version=__version__, api="v1")
+    yield of_job.Version(
+        name="trireme-master",
+        version=__version__,
+        api="v1",
+        state_schema=1,
+        members={__version__: 4},
+        places={__version__: 4},
+    )
     yield of_job.TokenAccess(role="viewer")
     yield of_job.Health(status="ok")
 
@@ -474,25 +489,6 @@ def _of_trainers() -> Iterator[BaseModel]:
 def _about_a_cluster() -> Iterator[BaseModel]:
     source, scheduling = Source(file_name="digits.py", text=_SCRIPT), Scheduling(min_trainers=2, priority=70)
     yield of_cluster.CreateJob(name="digits", settings=_settings(), source=source, scheduling=scheduling)
-    job = of_cluster.ClusterJobView(
-        job="digits",
-        state="RUNNING",
-        standing=Standing.ACTIVE,
-        reason="",
-        wanted="run",
-        mode=Mode.SYNC,
-        scheduling=scheduling,
-        pservers=1,
-        members=of_cluster.MembersHeld(trainers=2, trainers_running=2, pservers=1, pservers_running=1),
-        starts=1,
-        progress=_progress(),
-        source_digest=_DIGEST,
-        create_time=_BEGIN,
-        start_time=_END,
-        version=_VERSION,
-    )
-    yield job
-    yield of_cluster.ClusterJobPage(jobs=(job,))
     ran = of_cluster.JobTaskView(
         name="pre-0",
         command="python prepare.py",

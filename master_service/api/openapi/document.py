@@ -26,6 +26,15 @@ Json = dict[str, Any]
 
 _MAKING = threading.Lock()
 LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
+# the first one is relative to where the document lies, so a proxy's prefix and Swagger UI need nothing else
+SERVERS = [
+    {"url": ".", "description": "The master that serves this document."},
+    {
+        "url": "http://{host}:{port}",
+        "description": "A master at its address.",
+        "variables": {"host": {"default": "127.0.0.1"}, "port": {"default": "8470"}},
+    },
+]
 BEARER = {"type": "http", "scheme": "bearer", "description": "A token with the role viewer, member or admin."}
 REQUEST_ID = {"description": "Id of the request, as in the master's log.", "schema": {"type": "string"}}
 RETRY_AFTER = {"description": "Ask again after so many seconds.", "schema": {"type": "integer", "minimum": 0}}
@@ -99,6 +108,7 @@ PROBLEMS: dict[int, dict[str, str]] = {
         "NOT_LEADER": "A standby answered; `details.leader` is the leader's URL when known.",
         "NOT_READY": "The master has not taken over yet.",
         "STORAGE_UNREACHABLE": "The job's storage does not answer.",
+        "RESOURCE_EXHAUSTED": "The master may open no more files and sockets, or its machine lacks memory.",
     },
     504: {"DEADLINE_EXCEEDED": "etcd did not answer in time; send the same request again."},
 }
@@ -118,6 +128,7 @@ def new_document(app: FastAPI) -> Json:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     document["info"]["license"] = LICENSE
+    document["servers"] = SERVERS
     for method, path, operation in operations(document):
         _problems(method, path, operation)
         _security(method, path, operation)
@@ -209,8 +220,11 @@ def _answers(operation: Json) -> None:
         if status == "202":
             response["description"] = "Begun; the answer tells how far it is."
             response["headers"] |= {"Location": LOCATION, "Retry-After": RETRY_AFTER}
+        elif status == "201":
+            response["description"] = "Created."
+            response["headers"] |= {"Location": LOCATION}
         elif response["description"] == "Successful Response":
-            response["description"] = "Created." if status == "201" else "Done."
+            response["description"] = "Done."
 
 
 def _parameter(parameter: Json) -> None:
@@ -371,8 +385,14 @@ FOLLOWS = [
         "getPoolMember",
         "drainPoolMember undrainPoolMember",
     ),
-    *_of("job", "job", "the same job", "pauseJob", "resumeJob cancelJob"),
-    *_of("job", "job", "the same job", "cancelJob", "deleteJob"),
+    *[
+        Follows(source, target, "the same job", {})
+        for source, target in (
+            ("pauseJob", "resumeJob"),
+            ("pauseJob", "cancelJob"),
+            ("cancelJob", "deleteJob"),
+        )
+    ],
     *_of("schedule", "name", "the schedule", "createSchedule", "getSchedule deleteSchedule"),
     *_of("schedule", "schedules/0/name", "the first schedule", "listSchedules", "getSchedule deleteSchedule"),
     *_of(
@@ -404,14 +424,14 @@ FOLLOWS = [
         "operation_id",
         "operation_id",
         "the operation that was begun",
-        "createCheckpoint verifyCheckpoint restoreCheckpoint",
+        "createCheckpoint verifyCheckpoint restoreCheckpoint createResize "
+        "pauseJob resumeJob cancelJob deleteJob",
         "getOperation",
     ),
     *_of(
         "operation_id", "operations/0/operation_id", "the newest operation", "listOperations", "getOperation"
     ),
-    *_of("operation_id", "resize_id", "the operation of the resize", "createResize", "getOperation"),
-    *_of("resize_id", "resize_id", "the resize that was begun", "createResize", "getResize cancelResize"),
+    *_of("resize_id", "operation_id", "the resize that was begun", "createResize", "getResize cancelResize"),
     *_of("resize_id", "resizes/0/resize_id", "the newest resize", "listResizes", "getResize cancelResize"),
     *_of("name", "series/0/name", "the first metric", "listMetricSeries", "queryMetric"),
     *[

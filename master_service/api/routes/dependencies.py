@@ -18,6 +18,7 @@ from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.decisions.requests import ANY, AnsweredBefore, Expected, Keyed, Once
 from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.security.access import CALLER
 from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument, NotReady, PeerError
 from trireme_shared.protocol.records.record import Record
 from trireme_shared.protocol.rest import Empty
@@ -61,7 +62,8 @@ async def job_in_path(job: JobName) -> str:
 
 def asked_by(request: Request) -> str:
     """For people."""
-    return f"asked by {request.client.host if request.client else 'REST'}"
+    caller = CALLER.get()
+    return f"asked by {caller or (request.client.host if request.client else 'REST')}"
 
 
 async def answered(call: Awaitable[T], longer_s: float = 0.0) -> T:
@@ -161,14 +163,15 @@ ExpectedVersion = Annotated[Expected, Depends(_expected)]
 
 # ------------------------------------------------------------ requests with an Idempotency-Key
 # The key and what they ask for are kept as digests, with their answer, which the next master gives as well.
-# The same key with the same route, names in the path and body (as JSON, however it is written) is the same
-# request. What only says how long to wait is in the query, and does not count. A job and a cluster have keys
-# of their own.
+# Each token has keys of its own for each operation: a key that another user, or another operation, took says
+# nothing here. The same key with the same names in the path and the same body (as JSON, however it is
+# written) is the same request. What only says how long to wait is in the query, and does not count. A job and
+# a cluster have keys of their own.
 
 A = TypeVar("A")
 A_contra = TypeVar("A_contra", contravariant=True)
 R = TypeVar("R", bound=Record)
-KEY = "the same key and request have the same effect once, and the same answer, for a day"
+KEY = "the same key and request, of one token, have the same effect once, and the same answer, for a day"
 
 Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description=KEY)]
 
@@ -219,7 +222,8 @@ async def keyed_request(request: Request, key: str, **names: str) -> Keyed | Non
     asked = json.dumps(
         [operation, {**request.path_params, **names}, _plain(await request.body())], sort_keys=True
     )
-    return Keyed(_digest(key)[:32], _digest(asked), operation, clock.wall_time())
+    own_key = json.dumps([request.headers.get("authorization", ""), operation, key])
+    return Keyed(_digest(own_key)[:32], _digest(asked), operation, clock.wall_time())
 
 
 async def _of_job(master: MasterOf, request: Request, idempotency_key: Key = "") -> Answering:

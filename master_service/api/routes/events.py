@@ -26,6 +26,8 @@ After = Annotated[
 LastEventId = Annotated[str | None, Header(max_length=20, pattern="^[0-9]+$")]  # what an EventSource saw last
 PAGE = 100
 Wait = Annotated[float, Query(ge=0, le=30, description="wait at most so many seconds for an event")]
+# beside the document, which cannot describe a stream: its paths, and their parameters
+STREAMS = dict.fromkeys(("/v1/jobs/{job}/events/stream", "/v1/cluster/events/stream"), frozenset({"after"}))
 LOOK_S = 1.0  # how often the log of a job that nobody leads is read while somebody waits
 
 

@@ -3,23 +3,28 @@ first, then what their answers show."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from master_service.api import render
-from master_service.api.render import offset_of, page_of
+from master_service.api.render import page_of
 from master_service.api.routes.dependencies import (
     AnsweringInCluster,
     ExpectedVersion,
     JobName,
+    Key,
     PageSize,
     PageToken,
     ReadingIf,
+    WaitS,
     answered,
+    asked_by,
+    keyed_request,
 )
+from master_service.api.routes.operations import AskingFor
 from master_service.cluster.leader import ClusterMaster
 from master_service.cluster.term import ClusterTerm
 from master_service.core.decisions.requests import version_of_job, version_of_place, version_of_schedule
@@ -36,17 +41,15 @@ from trireme_shared.protocol.explanations import Explanation
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
 from trireme_shared.protocol.records.job_choices import JobTask
-from trireme_shared.protocol.records.job_spec import JobSettings
-from trireme_shared.protocol.rest import Empty, JobProgress, JobView, MasterView, MemberCounts
+from trireme_shared.protocol.records.job_spec import JobSettings, check_size
+from trireme_shared.protocol.records.operations import Operation
+from trireme_shared.protocol.rest import Empty, JobPage, JobProgress, JobView, MasterView, MemberCounts
 from trireme_shared.protocol.rest_cluster import (
-    ClusterJobPage,
-    ClusterJobView,
     CreateJob,
     CreateSchedule,
     JobSource,
     JobTaskPage,
     JobTaskView,
-    MembersHeld,
     PoolKind,
     PoolMemberPage,
     PoolMemberView,
@@ -70,7 +73,7 @@ ClusterOf = Annotated[ClusterMaster, Depends(cluster_of)]
 
 
 def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
-    """`storage_url`: the cluster's. Raises InvalidArgument."""
+    """`storage_url`: the cluster's. Raises InvalidArgument, TooLarge."""
     if asked.settings.dispatch != "master":
         raise InvalidArgument("dispatch etcd is for jobs without a master; a cluster's jobs have one")
     check_trackers(asked.settings.trackers)
@@ -80,6 +83,7 @@ def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
         storage=asked.storage or files.join(storage_url, asked.name),
         **{name: getattr(asked.settings, name) for name in JobSettings.model_fields},
     )
+    check_size(spec)
     return ClusterJob(
         job=asked.name,
         spec=spec,
@@ -90,7 +94,7 @@ def job_of(asked: CreateJob, storage_url: str) -> ClusterJob:
 
 
 def schedule_of(asked: CreateSchedule, storage_url: str) -> JobSchedule:
-    """`storage_url`: the cluster's. Raises InvalidArgument."""
+    """`storage_url`: the cluster's. Raises InvalidArgument, TooLarge."""
     job = job_of(asked, storage_url)
     return JobSchedule(
         name=asked.name,
@@ -104,35 +108,56 @@ def schedule_of(asked: CreateSchedule, storage_url: str) -> JobSchedule:
 
 
 @router.post("/jobs", operation_id="createJob", status_code=201)
-async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster) -> ClusterJobView:
+async def create_job(
+    cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster, response: Response
+) -> JobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
-    job = job_of(asked, cluster.storage_url)
-    call = partial(cluster.create_job, job, asked.source)
-    return await answering.answer(ClusterJobView, call, partial(job_view, cluster.term))
+    await cluster.check_storage(asked.storage)
+    job, state, leader = job_of(asked, cluster.storage_url), cluster.state, leader_view(cluster)
+    response.headers["Location"] = f"/v1/jobs/{job.job}"
+
+    def kept(made: ClusterJob) -> JobView:
+        """With its key: without the settings, which are large, and which the same request brings again."""
+        view = resting_view(state, made, leader, JobState())
+        return view.with_fields(settings=None, sources={})
+
+    view = await answering.answer(JobView, partial(cluster.create_job, job, asked.source), kept)
+    return view.with_fields(settings=job.spec, sources=job.spec.sources)
 
 
-@router.get("/jobs", operation_id="listJobs")
+@router.get("/jobs", operation_id="listJobs", response_model=JobPage)
 async def list_jobs(
     cluster: ClusterOf,
+    request: Request,
     state: Annotated[Standing | None, Query(description="only those with this standing")] = None,
+    newest_first: Annotated[bool, Query(description="begin with the job that was submitted last")] = False,
     page_size: PageSize = 100,
     page_token: PageToken = "",
-) -> ClusterJobPage:
-    """In the order of their submission."""
-    return job_page(cluster.term, state, page_size, page_token)
+) -> Response:
+    """In the order of their submission; without what only getJob tells."""
+    term, rendered = cluster.term, request.app.state.rendered_jobs
+    found, token = jobs_of_page(term, state, page_size, page_token, newest_first=newest_first)
+    content = await rendered.page(term, leader_view(cluster), found, token)
+    return Response(content, media_type="application/json")
 
 
 @router.get("/jobs/{job}", operation_id="getJob", response_model=JobView)
 async def get_job(cluster: ClusterOf, reading: ReadingIf, job: JobName) -> Response:
     """As far as it is: of a job that is not ACTIVE, what its last term left."""
-    term = cluster.term
+    term, leader = cluster.term, leader_view(cluster)
     found = term.state.job(job)
-    leader = MasterView(master_id=cluster.name, url=cluster.url, term=term.lock.term)
     if (led := term.jobs.get(job)) is not None and led.master.current_term is not None:
         view = await led_view(term, led.master, found, leader)
     else:
-        view = resting_view(found, await answered(cluster.state_of(job)), leader)
+        view = resting_view(term.state, found, leader, await _last_state(cluster, found))
     return reading.answer(view, view.version)
+
+
+async def _last_state(cluster: ClusterMaster, found: ClusterJob) -> JobState:
+    """As its last term left it; of a job that this version cannot read nothing is known."""
+    if found.standing is Standing.UNREADABLE:
+        return JobState()
+    return await answered(cluster.state_of(found.job))
 
 
 @router.get("/jobs/{job}/explanation", operation_id="explainJob")
@@ -142,7 +167,7 @@ async def explain_job(cluster: ClusterOf, job: JobName) -> Explanation:
     found = term.state.job(job)
     led = term.jobs.get(job)
     if led is None:
-        return explain_unled(term.state, found, clock.wall_time(), await answered(cluster.state_of(job)))
+        return explain_unled(term.state, found, clock.wall_time(), await _last_state(cluster, found))
     told = await explain_master(led.master, len(term.state.assigned_to(job, "trainer")))
     failing = failing_places(term.state, found)
     return told if failing is None else told.with_fields(also=(failing, *told.also))
@@ -164,38 +189,59 @@ async def get_job_source(cluster: ClusterOf, job: JobName) -> JobSource:
     )
 
 
-@router.post("/jobs/{job}/pause", operation_id="pauseJob")
-async def pause_job(
-    cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
-) -> ClusterJobView:
+async def _asking(
+    cluster: ClusterOf,
+    request: Request,
+    response: Response,
+    job: JobName,
+    idempotency_key: Key = "",
+    wait_s: WaitS = 0.0,
+) -> AskingFor:
+    keyed = await keyed_request(request, idempotency_key)
+    return AskingFor(job, cluster, response, keyed, asked_by(request), wait_s)
+
+
+async def _asking_to_delete(
+    cluster: ClusterOf, request: Request, response: Response, job: JobName, wait_s: WaitS = 0.0
+) -> AskingFor:
+    """Without a key: a job is deleted once."""
+    return AskingFor(job, cluster, response, None, asked_by(request), wait_s)
+
+
+Asking = Annotated[AskingFor, Depends(_asking)]
+AskingToDelete = Annotated[AskingFor, Depends(_asking_to_delete)]
+
+
+@router.post("/jobs/{job}/pause", operation_id="pauseJob", status_code=202)
+async def pause_job(cluster: ClusterOf, asking: Asking, expected: ExpectedVersion, job: JobName) -> Operation:
     """It saves a checkpoint, its members become free, and it stays PAUSED until it is resumed."""
-    view = partial(job_view, cluster.term)
-    return await answering.answer(ClusterJobView, partial(cluster.pause_job, job, expected=expected), view)
+    return await asking.begin(lambda once: cluster.pause_job(job, once, expected, asking.by))
 
 
-@router.post("/jobs/{job}/resume", operation_id="resumeJob")
+@router.post("/jobs/{job}/resume", operation_id="resumeJob", status_code=202)
 async def resume_job(
-    cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
-) -> ClusterJobView:
-    """It is QUEUED again and goes on from its newest checkpoint."""
-    view = partial(job_view, cluster.term)
-    return await answering.answer(ClusterJobView, partial(cluster.resume_job, job, expected=expected), view)
+    cluster: ClusterOf, asking: Asking, expected: ExpectedVersion, job: JobName
+) -> Operation:
+    """It is QUEUED again and goes on from its newest checkpoint. The operation is DONE then; the job begins
+    once it gets members."""
+    return await asking.begin(lambda once: cluster.resume_job(job, once, expected, asking.by))
 
 
-@router.post("/jobs/{job}/cancel", operation_id="cancelJob")
+@router.post("/jobs/{job}/cancel", operation_id="cancelJob", status_code=202)
 async def cancel_job(
-    cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
-) -> ClusterJobView:
+    cluster: ClusterOf, asking: Asking, expected: ExpectedVersion, job: JobName
+) -> Operation:
     """It stops for good, without a checkpoint of its last steps. Its checkpoints stay until it is deleted."""
-    view = partial(job_view, cluster.term)
-    return await answering.answer(ClusterJobView, partial(cluster.cancel_job, job, expected=expected), view)
+    return await asking.begin(lambda once: cluster.cancel_job(job, once, expected, asking.by))
 
 
-@router.delete("/jobs/{job}", operation_id="deleteJob")
-async def delete_job(cluster: ClusterOf, expected: ExpectedVersion, job: JobName) -> ClusterJobView:
+@router.delete("/jobs/{job}", operation_id="deleteJob", status_code=202)
+async def delete_job(
+    cluster: ClusterOf, asking: AskingToDelete, expected: ExpectedVersion, job: JobName
+) -> Operation:
     """Of a job that has ended: its keys, and its files below the cluster's storage, are deleted. Once that
-    was begun, the same request again waits for its end, whatever it expects."""
-    return job_view(cluster.term, await answered(cluster.delete_job(job, expected), longer_s=30.0))
+    was begun, the same request again is answered by the same operation, whatever it expects."""
+    return await asking.begin(lambda _: cluster.begin_delete(job, expected, asking.by))
 
 
 @pool.get("/pool", operation_id="getPool")
@@ -245,11 +291,13 @@ schedules = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
 @schedules.post("", operation_id="createSchedule", status_code=201)
 async def create_schedule(
-    cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster
+    cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster, response: Response
 ) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the
     latest one runs."""
+    await cluster.check_storage(asked.storage)
     found = schedule_of(asked, cluster.storage_url)
+    response.headers["Location"] = f"/v1/schedules/{found.name}"
     return await answering.answer(
         ScheduleView, partial(cluster.create_schedule, found, asked.source), schedule_view
     )
@@ -282,28 +330,13 @@ AWAY = "it is not registered"
 # ------------------------------------------------ views: jobs of a cluster and its pool as answers, read only
 
 
-def job_view(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
-    led = term.jobs.get(found.job)
-    leading = led.master.current_term if led is not None else None
-    state, reason, progress, present = str(found.standing), found.reason, None, None
-    if found.standing is Standing.ACTIVE:
-        state = "STARTING"
-        if led is not None and leading is not None:
-            phase, reason = render.standing(leading.job)
-            state, progress = str(phase), render.progress(leading.job, led.master.metrics)
-            present = leading.job.members.starters()
-    return ClusterJobView(
-        job=found.job,
-        state=state,
-        standing=found.standing,
-        reason=reason,
+def of_cluster(view: JobView, found: ClusterJob) -> JobView:
+    """With what only the cluster knows of the job."""
+    return view.with_fields(
+        standing=str(found.standing),
         wanted=found.wanted,
-        mode=found.spec.mode,
         scheduling=found.scheduling,
-        pservers=found.pservers_wanted,
-        members=_held(term.state, found, present),
         starts=found.epoch,
-        progress=progress,
         source_digest=found.source_digest,
         create_time=found.create_time,
         start_time=found.start_time,
@@ -312,11 +345,23 @@ def job_view(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
     )
 
 
-def job_page(term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str) -> ClusterJobPage:
+def listed_view(term: ClusterTerm, found: ClusterJob, leader: MasterView) -> JobView:
+    led = term.jobs.get(found.job)
+    leading = led.master.current_term if led is not None else None
+    if led is None or leading is None:
+        return resting_view(term.state, found, leader)
+    view = render.summary(leading.job, led.master.metrics, leader)
+    return of_cluster(_with_places(view, term.state, found), found)
+
+
+def jobs_of_page(
+    term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str, *, newest_first: bool
+) -> tuple[Sequence[ClusterJob], str]:
+    """With the token of the next page."""
     found = [each for each in term.state.jobs.values() if standing is None or each.standing is standing]
-    found.sort(key=lambda each: (each.number, each.job))
-    page, token = page_of(found, offset_of(page_token), page_size)
-    return ClusterJobPage(jobs=tuple(job_view(term, each) for each in page), next_page_token=token)
+    return page_of(
+        found, lambda each: (each.number, each.job), page_size, page_token, newest_first=newest_first
+    )
 
 
 def job_task_page(term: ClusterTerm, found: ClusterJob) -> JobTaskPage:
@@ -333,41 +378,55 @@ def job_task_page(term: ClusterTerm, found: ClusterJob) -> JobTaskPage:
 
 
 async def led_view(term: ClusterTerm, master: Master, found: ClusterJob, leader: MasterView) -> JobView:
-    """Of a job that is led now. Trainers are desired as many as the schedule gives it."""
+    """Of a job that is led now."""
     stalled = await master.term.stall.look(master.job, master.metrics.records)
     view = render.job(master.job, master.metrics, leader, stalled)
-    members = view.members.with_fields(trainers_desired=_held(term.state, found).trainers)
-    return view.with_fields(standing=str(found.standing), members=members, version=version_of_job(found))
+    return of_cluster(_with_places(view, term.state, found), found)
 
 
-def resting_view(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:
-    """Of a job that nobody leads now. `state`: as its last term left it."""
-    spec = found.spec
-    phase = str(state.phase if found.standing is Standing.ACTIVE else found.standing)
-    trained = state.result.trained_records
-    total = trained if state.phase is Phase.COMPLETED else 0  # of another one the dataset is not known here
-    return JobView(
+def _with_places(view: JobView, state: ClusterState, found: ClusterJob) -> JobView:
+    """Trainers are desired as many as the schedule gives it."""
+    places = len(state.assigned_to(found.job, "trainer"))
+    return view.with_fields(members=view.members.with_fields(trainers_desired=places))
+
+
+def resting_view(
+    state: ClusterState, found: ClusterJob, leader: MasterView, left: JobState | None = None
+) -> JobView:
+    """Of a job that nobody leads now. `left`: as its last term left it; None: for a list."""
+    spec, active = found.spec, found.standing is Standing.ACTIVE
+    phase = left.phase if left is not None else Phase.WAITING
+    view = JobView(
         job=found.job,
-        phase=phase,
-        stage=state.stage,
+        state="STARTING" if active else str(found.standing),
+        phase=str(phase if active else found.standing),
+        reason=found.reason or (left.reason if left else ""),
         mode=spec.mode,
-        generation=state.generation,
-        reason=found.reason or state.reason,
-        failure=state.failure,
-        progress=JobProgress(epoch=0, epochs=spec.epochs, records_done=trained, records_total=total),
-        members=MemberCounts(
-            trainers=0,
-            trainers_desired=found.most_trainers,
-            pservers=0,
-            pservers_desired=found.pservers_wanted,
-        ),
-        losses=state.result.losses,
-        result=state.result,
+        progress=JobProgress(epoch=0, epochs=spec.epochs, records_done=0, records_total=0),
+        members=_places_of(state, found) if active else _wanted_by(found),
         master=leader,
-        spec=spec,
-        standing=str(found.standing),
-        version=version_of_job(found),
+        script=spec.script,
+        storage=spec.storage,
     )
+    if left is not None:
+        trained = left.result.trained_records
+        # of a job that is not COMPLETED the dataset is not known here
+        total = trained if left.phase is Phase.COMPLETED else 0
+        view = view.with_fields(
+            stage=left.stage,
+            generation=left.generation,
+            failure=left.failure,
+            losses=left.result.losses,
+            progress=view.progress.with_fields(records_done=trained, records_total=total),
+            result=left.result,
+            settings=spec,
+            sources=spec.sources,
+        )
+    return of_cluster(view, found)
+
+
+def leader_view(cluster: ClusterMaster) -> MasterView:
+    return MasterView(master_id=cluster.name, url=cluster.url, term=cluster.term.lock.term)
 
 
 def pool_view(term: ClusterTerm) -> PoolView:
@@ -394,8 +453,8 @@ def pool_view(term: ClusterTerm) -> PoolView:
 
 def pool_member_page(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
     """In the order of their kinds and names."""
-    places = sorted(term.state.members.keys() | term.state.drains.keys())
-    page, token = page_of(places, offset_of(page_token), page_size)
+    places = term.state.members.keys() | term.state.drains.keys()
+    page, token = page_of(places, lambda place: place, page_size, page_token)
     return PoolMemberPage(
         members=tuple(pool_member_view(term.state, place) for place in page), next_page_token=token
     )
@@ -408,8 +467,8 @@ def schedule_view(found: JobSchedule) -> ScheduleView:
 
 def schedule_page(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePage:
     """In the order of their names."""
-    found = [term.state.schedules[name] for name in sorted(term.state.schedules)]
-    page, token = page_of(found, offset_of(page_token), page_size)
+    found = (term.state.schedules | term.state.unreadable_schedules).values()
+    page, token = page_of(found, lambda each: (each.name,), page_size, page_token)
     return SchedulePage(schedules=tuple(schedule_view(each) for each in page), next_page_token=token)
 
 
@@ -448,27 +507,30 @@ def pool_member_view(state: ClusterState, place: Place, *, takes_work: bool = Tr
         cores=member.cores,
         memory_bytes=member.memory_bytes,
         device=member.device,
+        trireme_version=member.trireme_version,
         version=version,
     )
 
 
-def _held(state: ClusterState, found: ClusterJob, present: Collection[str] | None = None) -> MembersHeld:
-    """`present`: the names of the pool's members that have a process among the job's members; None: not
-    known, because nobody leads the job now. Then a process that runs counts."""
+def _wanted_by(found: ClusterJob) -> MemberCounts:
+    return MemberCounts(
+        trainers=0,
+        trainers_desired=found.most_trainers,
+        pservers=0,
+        pservers_desired=found.pservers_wanted,
+    )
 
-    def there(place: Place) -> bool:
-        return place[1] in present if present is not None else _runs(state.members.get(place), found)
+
+def _places_of(state: ClusterState, found: ClusterJob) -> MemberCounts:
+    """Of a job that nobody leads yet: a process that runs counts as its member."""
 
     def count(kind: Kind) -> tuple[int, int]:
         places = state.assigned_to(found.job, kind)
-        return len(places), sum(map(there, places))
+        return sum(_runs(state.members.get(place), found) for place in places), len(places)
 
-    (trainers, trainers_running), (pservers, pservers_running) = count("trainer"), count("pserver")
-    return MembersHeld(
-        trainers=trainers,
-        trainers_running=trainers_running,
-        pservers=pservers,
-        pservers_running=pservers_running,
+    (trainers, of_trainers), (pservers, of_pservers) = count("trainer"), count("pserver")
+    return MemberCounts(
+        trainers=trainers, trainers_desired=of_trainers, pservers=pservers, pservers_desired=of_pservers
     )
 
 

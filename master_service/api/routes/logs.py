@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi import Path as InPath
 
-from master_service.api.render import offset_of, page_of
+from master_service.api.render import page_of
 from master_service.api.routes.dependencies import JobsOf, PageSize, PageToken, find_led
 from master_service.api.server_sent import Messages, ServerSent
 from master_service.cluster.leader import ClusterMaster, JobsLed
@@ -36,6 +36,8 @@ from trireme_shared.protocol.rest import LogLine, LogLines, LogPage, LogView
 from trireme_shared.protocol.times import rfc3339
 
 router = APIRouter(tags=["logs"])
+# as in events.py
+STREAMS = {"/v1/jobs/{job}/logs/{log}/stream": frozenset({"after", "tail"})}
 LOOK_S = 0.5  # how often a file is looked at while somebody waits
 
 LogName = Annotated[str, InPath(max_length=300)]
@@ -196,9 +198,8 @@ class LogSource:
             raise NotFound(msg, hint=ELSEWHERE)
 
     async def page(self, job: str, page_size: int, page_token: str) -> bytes:
-        """A LogPage as JSON. `job` is one that the process knows. Logs are not deleted while their job is
-        there, so none is left out by who pages."""
-        return await self._in_thread(lambda: self._page(job, offset_of(page_token), page_size))
+        """A LogPage as JSON. `job` is one that the process knows."""
+        return await self._in_thread(lambda: self._page(job, page_size, page_token))
 
     async def find(self, job: str, name: str) -> LogFile | None:
         """The log of that name, or that of the member with that id: the one of its last epoch."""
@@ -246,9 +247,8 @@ class LogSource:
             raise NotFound(f"the log cannot be read any more: {found.strerror}") from found
         return found
 
-    def _page(self, job: str, start: int, page_size: int) -> bytes:
-        paths = sorted(self._paths(job).items())
-        page, token = page_of(paths, start, page_size)
+    def _page(self, job: str, page_size: int, page_token: str) -> bytes:
+        page, token = page_of(self._paths(job).items(), lambda log: (log[0],), page_size, page_token)
         return LogPage(logs=tuple(_views(page)), next_page_token=token).model_dump_json().encode()
 
     def _paths(self, job: str) -> dict[str, Path]:

@@ -1,4 +1,5 @@
-"""What takes long (operations), and what asks for it: checkpoints, and resizes of the running job.
+"""What takes long (operations), and what asks for it: checkpoints, and resizes of the running job. What is
+asked of a whole job of a cluster (pause, ...) is in jobs.py, and answered alike.
 
 A request answers 202 with an Operation; `wait_s` waits for its end. One resize runs at a time; what one would
 move is told without it. Models are exported by `trireme export`: that needs torch and the job's script, which
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
@@ -18,6 +19,7 @@ from master_service.api import render
 from master_service.api.problems import RETRY_AFTER_S
 from master_service.api.routes.dependencies import (
     AnsweringInJob,
+    JobsOf,
     Key,
     MasterOf,
     PageSize,
@@ -26,8 +28,10 @@ from master_service.api.routes.dependencies import (
     answered,
     asked_by,
     committed,
+    find_led,
     keyed_request,
 )
+from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.decisions.requests import AnsweredBefore, Keyed, Once
 from master_service.leadership.master import Master
 from trireme_shared.protocol.errors import NotFound
@@ -44,34 +48,56 @@ from trireme_shared.protocol.rest import (
 )
 
 
-@dataclass(frozen=True)
+class Operations(Protocol):
+    """Where operations of one kind are kept: by a job, or by its cluster."""
+
+    async def operation(self, job: str, operation_id: str, wait_s: float, /) -> Operation:
+        """As etcd has it, once it has ended or after `wait_s`. Raises NotFound."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfJob:
+    """Those that the master of a job keeps with it."""
+
+    master: Master
+
+    async def operation(self, _: str, operation_id: str, wait_s: float, /) -> Operation:
+        """See Operations."""
+        operations = self.master.term.operations
+        await operations.wait(operation_id, wait_s)
+        return await committed(self.master, lambda: operations.get(operation_id))
+
+
+@dataclass(frozen=True, slots=True)
 class AskingFor:
     """What every request for an operation brings, and how it is answered: 202, with the place of its
     progress. `by`: for people, who asks."""
 
-    master: Master
+    job: str
+    kept: Operations
     response: Response
-    key: str
     keyed: Keyed | None
     by: str
     wait_s: float
 
-    async def begin(
-        self, call: Callable[[Once[Operation] | None], Awaitable[Operation]], place: str = "operations"
-    ) -> Operation:
+    @property
+    def key(self) -> str:
+        """What the operation's id is made of, so that the same request finds it again; "": a new id."""
+        return self.keyed.key if self.keyed else ""
+
+    async def begin(self, call: Callable[[Once[Operation] | None], Awaitable[Operation]]) -> Operation:
         """The operation as it is then. If it was asked for before and has been forgotten since: as it was at
         first."""
         try:
             begun = await answered(call(Once(self.keyed, lambda begun: begun) if self.keyed else None))
         except AnsweredBefore as before:
             begun = Operation.model_validate_json(before.kept.answer)
-        self.response.headers["Location"] = f"/v1/jobs/{self.master.keys.job}/{place}/{begun.operation_id}"
-        operations = self.master.term.operations
+        self.response.headers["Location"] = f"/v1/jobs/{self.job}/operations/{begun.operation_id}"
         try:
-            await operations.wait(begun.operation_id, self.wait_s)
+            found = await self.kept.operation(self.job, begun.operation_id, self.wait_s)
         except NotFound:
             return begun
-        found = await committed(self.master, lambda: operations.get(begun.operation_id))
         if found.running:
             self.response.headers["Retry-After"] = str(RETRY_AFTER_S)
         return found
@@ -80,8 +106,9 @@ class AskingFor:
 async def _asking(
     master: MasterOf, request: Request, response: Response, idempotency_key: Key = "", wait_s: WaitS = 0.0
 ) -> AskingFor:
-    keyed = await keyed_request(request, idempotency_key, job=master.keys.job)
-    return AskingFor(master, response, idempotency_key, keyed, asked_by(request), wait_s)
+    job = master.keys.job
+    keyed = await keyed_request(request, idempotency_key, job=job)
+    return AskingFor(job, OfJob(master), response, keyed, asked_by(request), wait_s)
 
 
 Asking = Annotated[AskingFor, Depends(_asking)]
@@ -92,21 +119,41 @@ router = APIRouter(prefix="/operations", tags=["operations"])
 
 @router.get("", operation_id="listOperations")
 async def list_operations(
-    master: MasterOf,
+    jobs: JobsOf,
+    request: Request,
     state: Annotated[OperationState | None, Query()] = None,
     page_size: PageSize = 100,
     page_token: PageToken = "",
 ) -> OperationPage:
-    """Those that run and the last ones that ended, newest first; resizes are among them."""
-    return await committed(master, lambda: render.operations(master.job, state, page_size, page_token))
+    """Those that run and the last ones that ended, newest first; resizes are among them, and what was asked
+    of the whole job."""
+    name = _named(jobs, request)
+    master = find_led(jobs, name)
+
+    def page() -> OperationPage:
+        found = list(master.job.operations.records.values()) if master is not None else []
+        if isinstance(jobs, ClusterMaster):
+            found += jobs.state.operations.get(str(name), {}).values()
+        return render.operations(found, state, page_size, page_token)
+
+    return page() if master is None else await committed(master, page)
 
 
 @router.get("/{operation_id}", operation_id="getOperation")
-async def get_operation(master: MasterOf, operation_id: str, wait_s: WaitS = 0.0) -> Operation:
-    """Answers at once, or when it has ended, at most `wait_s` later; `reason` says what it waits for."""
-    operations = master.term.operations
-    await operations.wait(operation_id, wait_s)
-    return await committed(master, lambda: operations.get(operation_id))
+async def get_operation(jobs: JobsOf, request: Request, operation_id: str, wait_s: WaitS = 0.0) -> Operation:
+    """Answers at once, or when it has ended, at most `wait_s` later; `reason` says what it waits for. What
+    was asked of a whole job outlives the job: the operation that deleted it can be read afterwards."""
+    name = _named(jobs, request)
+    if isinstance(jobs, ClusterMaster) and jobs.state.operation(str(name), operation_id) is not None:
+        return await jobs.operation(str(name), operation_id, wait_s)
+    master = jobs.find(name)
+    return await OfJob(master).operation(master.keys.job, operation_id, wait_s)
+
+
+def _named(jobs: JobsLed, request: Request) -> str | None:
+    """The job of the path, or the only one; None: that of a master of one job."""
+    named: str | None = request.path_params.get("job")
+    return named or (jobs.only_job() if isinstance(jobs, ClusterMaster) else None)
 
 
 checkpoints = APIRouter(prefix="/checkpoints", tags=["checkpoints"])
@@ -163,15 +210,14 @@ Pservers = Annotated[int | None, Query(le=MAX_MEMBERS, description="left out: as
 
 
 @resizes.post("/resizes", operation_id="createResize", status_code=202)
-async def create_resize(master: MasterOf, asking: Asking, asked: CreateResize) -> ResizeView:
-    """Change the numbers of members while the job trains. What is left out stays as it is."""
+async def create_resize(master: MasterOf, asking: Asking, asked: CreateResize) -> Operation:
+    """Change the numbers of members while the job trains. What is left out stays as it is. `resize` of the
+    operation tells how far it is, and getResize by the same id."""
     operations = master.term.operations
     numbers = asked.trainers, asked.pservers, asked.strategy
     key, cause = asking.key, asked.cause or asking.by
-    return render.resize(
-        await asking.begin(
-            lambda once: operations.create_resize(key, cause, *numbers, asked.limit_s, once), "resizes"
-        )
+    return await asking.begin(
+        lambda once: operations.create_resize(key, cause, *numbers, asked.limit_s, once)
     )
 
 

@@ -23,6 +23,7 @@ from trireme_shared import __version__
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.state_schema import SCHEMA
 from trireme_shared.protocol.rest import Health, TokenAccess, Version
 
 router = APIRouter(tags=["system"])
@@ -30,15 +31,29 @@ open_router = APIRouter(tags=["system"])
 
 
 @router.get("/v1/version", operation_id="getVersion")
-async def get_version() -> Version:
-    """Of the program, and of its API."""
-    return Version(name="trireme-master", version=__version__, api="v1")
+async def get_version(jobs: JobsOf) -> Version:
+    """Of the program, and of its API; what the members run that it leads. A standby answers too, and leads
+    nobody."""
+    members: Counter[str] = Counter()
+    for led in (each.current_term.job.members for each in jobs.masters() if each.current_term is not None):
+        members.update(trainer.trireme_version for trainer in led.trainers.values())
+        members.update(pserver.trireme_version for pserver in led.pservers.values())
+    pool = jobs.current_term.state.members if isinstance(jobs, ClusterMaster) and jobs.current_term else {}
+    return Version(
+        name="trireme-master",
+        version=__version__,
+        api="v1",
+        state_schema=SCHEMA,
+        members=members,
+        places=Counter(place.trireme_version for place in pool.values()),
+    )
 
 
 @router.get("/v1/access", operation_id="getAccess")
 async def get_access(request: Request) -> TokenAccess:
     """What the token of this request may do. A standby answers too."""
-    return TokenAccess(role=getattr(request.state, "role", Role.ADMIN))
+    caller = getattr(request.state, "caller", None)
+    return TokenAccess(role=caller.role if caller is not None else Role.ADMIN)
 
 
 @router.get("/metrics", operation_id="scrapeMetrics", response_class=Response)

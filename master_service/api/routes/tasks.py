@@ -195,7 +195,7 @@ class DirectTaskLeases:
         except (ValidationError, _Unusual, TriremeError):
             await self._app(scope, replayed(body, receive), send)
             return
-        request_id = request_id_of(headers)
+        request_id = scope.get("request_id") or request_id_of(headers)
         try:
             report = await call
             answer: Record = report or Empty()

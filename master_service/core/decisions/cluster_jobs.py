@@ -1,6 +1,6 @@
 """The life of a cluster's jobs: what their users ask for (create, pause, resume, cancel, delete), what
 becomes of a job whose term has ended, when it is forgotten, and the places that it has after a resize;
-members that users drain; schedules. Decisions only.
+members that users drain. Decisions only.
 
 QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): its leader stops it with a
 checkpoint first and then writes where it is (`finish`). Asking again for what is so already changes nothing.
@@ -14,9 +14,10 @@ undrain ─► idle
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from master_service.core.changes import Decision, Event, Fields
+from master_service.core.decisions import job_operations
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
@@ -24,24 +25,19 @@ from master_service.core.state.cluster import (
     DropAssignment,
     DropDrain,
     DropJob,
-    DropSchedule,
     DropSource,
     Place,
     PutDrain,
     PutJob,
-    PutSchedule,
     PutSource,
     PutTaskRun,
     run_of,
     unfinished_tasks,
 )
-from trireme_shared.protocol.cron import latest_time, next_time
-from trireme_shared.protocol.errors import CallerError, Conflict, InvalidArgument
+from trireme_shared.protocol.errors import Conflict, InvalidArgument
 from trireme_shared.protocol.records.cluster import (
-    RESERVED,
     ClusterJob,
     Drain,
-    JobSchedule,
     Scheduling,
     Source,
     Standing,
@@ -52,10 +48,10 @@ from trireme_shared.protocol.records.cluster import (
 )
 from trireme_shared.protocol.records.job_choices import Mode
 from trireme_shared.protocol.records.job_spec import JobSpec
-from trireme_shared.protocol.times import compact, instant, rfc3339
+from trireme_shared.protocol.times import instant
 
 MAX_OPEN = 1000  # jobs that are not final
-MAX_JOBS = 10_000  # final ones, too
+MAX_JOBS = 10_000  # final ones, too: the one that ended first is forgotten for another one
 EVENTS = {
     Standing.COMPLETED: "job_completed",
     Standing.FAILED: "job_failed",
@@ -73,7 +69,7 @@ def create(
     """Answers the new job. `asked`: with spec, scheduling and source_digest. Raises InvalidArgument,
     Conflict."""
     _check_name(state, asked.job)
-    _check_counts(state.jobs)
+    _check_open(state.jobs)
     check_scheduling(asked.spec, asked.scheduling)
     _check_after(state.jobs, asked)
     job = ClusterJob(
@@ -89,7 +85,12 @@ def create(
         job, "job_created", f"job {job.job} was submitted with priority {job.scheduling.priority}"
     )
     stored = (PutSource(source.digest, source),) if source is not None else ()
-    return replace(decision, changes=stored + decision.changes)
+    room = _room_for(state, asked)
+    return replace(
+        decision,
+        changes=(*room.changes, *stored, *decision.changes),
+        events=(*room.events, *decision.events),
+    )
 
 
 def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
@@ -104,7 +105,7 @@ def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
             if job.wanted == "cancel":
                 raise Conflict(f"job {name} is being cancelled: it cannot be paused", job=name)
             return _wanted(job, "pause", "job_pause_asked")
-        case Standing.COMPLETED | Standing.FAILED | Standing.CANCELLED:
+        case Standing.COMPLETED | Standing.FAILED | Standing.CANCELLED | Standing.UNREADABLE:
             raise _ended(job, "paused")
 
 
@@ -125,7 +126,7 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
             if job.wanted == "cancel":
                 raise Conflict(f"job {name} is being cancelled: it cannot be resumed", job=name)
             return _wanted(job, "run", "job_resumed")
-        case Standing.COMPLETED | Standing.CANCELLED:
+        case Standing.COMPLETED | Standing.CANCELLED | Standing.UNREADABLE:
             raise _ended(job, "resumed")
 
 
@@ -142,7 +143,7 @@ def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[Cluste
             return _change(ended.with_fields(end_time=stamp), "job_cancelled")
         case Standing.ACTIVE:
             return _wanted(job, "cancel", "job_cancel_asked")
-        case Standing.COMPLETED | Standing.FAILED:
+        case Standing.COMPLETED | Standing.FAILED | Standing.UNREADABLE:
             raise _ended(job, "cancelled")
 
 
@@ -150,7 +151,7 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     """From now on the job is not resumed, and no job may come after it: its files are deleted. Raises
     NotFound, Conflict."""
     job = state.job(name)
-    if job.wanted == "delete":
+    if job.wanted == "delete" or job.standing is Standing.UNREADABLE:  # nothing is written of such a job
         return Decision(job)
     if not job.standing.final:
         msg = (
@@ -169,13 +170,18 @@ def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     return _change(job.with_fields(wanted="delete"), "job_delete_asked", f"job {name} is being deleted")
 
 
-def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
+def delete(
+    state: ClusterState, name: str, stamp: str, *, has_keys: bool = True
+) -> ClusterDecision[ClusterJob]:
     """Answers the job that is no more; its script goes with the last job that has it. Call it after
-    `begin_delete`, once the files are gone. Raises NotFound; Conflict: its deletion was not begun."""
+    `begin_delete`, once the files are gone. `has_keys`: as in DropJob. Raises NotFound; Conflict: its
+    deletion was not begun."""
     job = state.job(name)
-    if job.wanted != "delete":
+    if job.wanted != "delete" and job.standing is not Standing.UNREADABLE:
         raise Conflict(f"the deletion of job {name} was not begun", job=name)
-    drops: tuple[ClusterChange, ...] = (DropJob(name), *drop_unused(state, job.source_digest))
+    done = job_operations.deleted(state, name, stamp)
+    dropped = drop_unused(state, job.source_digest)
+    drops: tuple[ClusterChange, ...] = (DropJob(name, has_keys), *dropped, *done)
     return Decision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
 
 
@@ -185,29 +191,64 @@ def drop_unused(state: ClusterState, digest: str) -> tuple[DropSource, ...]:
 
 
 def _check_name(state: ClusterState, name: str) -> None:
-    if name in RESERVED:
-        msg = f"a job cannot be called {name}: the names {', '.join(RESERVED)} are keys of the cluster itself"
-        raise InvalidArgument(msg, hint="choose another name", job=name)
     known = state.jobs.get(name)
     if known is not None:
         longer = f"; to train it longer, choose another name and --init-from {name}"
         way = (
             f"`trireme delete {name}` frees the name{longer}"
             if known.standing.final
+            else f"`trireme delete {name}` frees the name"
+            if known.standing is Standing.UNREADABLE
             else "choose another name"
         )
         raise Conflict(f"job {name} exists already; it is {known.standing}", hint=way, job=name)
 
 
-def _check_counts(jobs: Mapping[str, ClusterJob]) -> None:
-    if len(jobs) >= MAX_JOBS:
-        msg = f"the cluster keeps {len(jobs)} jobs, at most {MAX_JOBS}"
-        raise Conflict(msg, hint="`trireme delete` those that have ended")
+def _check_open(jobs: Mapping[str, ClusterJob]) -> None:
     # PAUSED ones too: each of them may be resumed
     still = sum(not job.standing.final for job in jobs.values())
     if still >= MAX_OPEN:
         msg = f"{still} jobs of the cluster have not ended, at most {MAX_OPEN} are taken"
         raise Conflict(msg, hint="wait for one of them, or cancel one")
+
+
+def _room_for(state: ClusterState, asked: ClusterJob) -> ClusterDecision[None]:
+    """The cluster forgets the job that ended first, if it keeps as many as it may: its keys go, its files
+    stay. Raises Conflict: none of those that have ended may go."""
+    if len(state.jobs) < MAX_JOBS:
+        return Decision(None)
+    if not (ended := _may_go(state)):
+        msg = f"the cluster keeps {len(state.jobs)} jobs, at most {MAX_JOBS}, and needs each of them"
+        raise Conflict(msg, hint="wait for jobs that others come after, or for post-tasks")
+    oldest = min(ended, key=_ended_first)
+    script = () if oldest.source_digest == asked.source_digest else drop_unused(state, oldest.source_digest)
+    message = (
+        f"job {oldest.job}, {oldest.standing} since {oldest.end_time}, is forgotten for job {asked.job}: "
+        f"the cluster keeps {MAX_JOBS} jobs. Its files stay in {oldest.spec.storage}"
+    )
+    event = Event("job_forgotten", message, {"job": oldest.job})
+    return Decision(None, (DropJob(oldest.job), *script), (event,))
+
+
+def _may_go(state: ClusterState) -> list[ClusterJob]:
+    """Jobs that have ended, without those that another one waits for, that have post-tasks which are not
+    over, or whose deletion was begun."""
+    waited_for = {
+        name
+        for job in state.jobs.values()
+        if job.epoch == 0 and not job.standing.final
+        for name in job.scheduling.after
+    }
+    return [
+        job
+        for job in state.jobs.values()
+        if job.standing.final and job.wanted != "delete" and job.job not in waited_for
+        if not unfinished_tasks(job, state.task_runs.get(job.job, {}))
+    ]
+
+
+def _ended_first(job: ClusterJob) -> tuple[str, str]:
+    return job.end_time, job.job
 
 
 def check_scheduling(spec: JobSpec, scheduling: Scheduling) -> None:
@@ -311,8 +352,9 @@ def _wanted(job: ClusterJob, wanted: Wanted, event: str) -> ClusterDecision[Clus
 
 
 def _ended(job: ClusterJob, what: str) -> Conflict:
+    why = f"{job.reason}; it" if job.standing is Standing.UNREADABLE else "it"
     return Conflict(
-        f"job {job.job} is {job.standing}: it cannot be {what} any more",
+        f"job {job.job} is {job.standing}: {why} cannot be {what} any more",
         job=job.job,
         standing=str(job.standing),
     )
@@ -339,30 +381,33 @@ def finish(
     left = job.with_fields(standing=standing, reason=reason, end_time=ended, preempted_by="")
     fields: Fields = {"job": name, "epoch": job.epoch}
     event = Event(EVENTS[standing], f"job {name} is {standing}: {reason}", fields)
-    return Decision(None, (PutJob(left),), (event,))
+    return Decision(None, (PutJob(left), *job_operations.stopped(state, left, stamp)), (event,))
+
+
+def fail(state: ClusterState, name: str, reason: str, stamp: str) -> ClusterDecision[None]:
+    """Whatever it was about: nothing more can be written about it. Nothing changes if it has ended."""
+    job = state.jobs.get(name)
+    if job is None or job.standing.final:
+        return Decision(None)
+    failed = _moved(job, Standing.FAILED, reason, wanted="run").with_fields(end_time=stamp, preempted_by="")
+    told = _change(failed, "job_failed")
+    return Decision(None, (*told.changes, *job_operations.stopped(state, failed, stamp)), told.events)
 
 
 def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float | None) -> list[str]:
     """Names of jobs whose retention is over, or whose deletion was begun; longest ended first. `wall_time`:
     seconds since 1970; `retention_s`: how long a job is kept after its end, None: for ever. A job that
     another one waits for stays, and so does one with post-tasks that are not over."""
-    waited_for = {
-        name
+    due = [
+        job
         for job in state.jobs.values()
-        if job.epoch == 0 and not job.standing.final
-        for name in job.scheduling.after
-    }
-
-    def is_due(job: ClusterJob) -> bool:
-        if not job.standing.final or job.wanted == "delete":
-            return job.standing.final
-        if retention_s is None or not job.end_time or instant(job.end_time) + retention_s > wall_time:
-            return False
-        return job.job not in waited_for and not unfinished_tasks(job, state.task_runs.get(job.job, {}))
-
-    return [
-        job.job for job in sorted(state.jobs.values(), key=lambda job: (job.end_time, job.job)) if is_due(job)
+        if (job.standing.final and job.wanted == "delete") or job_operations.is_deleting(state, job.job)
     ]
+    if retention_s is not None:
+        due += [
+            job for job in _may_go(state) if job.end_time and instant(job.end_time) + retention_s <= wall_time
+        ]
+    return [job.job for job in sorted(due, key=_ended_first)]
 
 
 def follow_resize(
@@ -375,7 +420,7 @@ def follow_resize(
     parameter servers that have none are taken back once there are more than wanted. Answers whether anything
     changes."""
     job = state.jobs.get(name)
-    if job is None or job.standing.final:
+    if job is None or job.standing is not Standing.ACTIVE:
         return Decision(False)
     resized, fields = job, Fields(job=name)
     if pservers != job.pservers_wanted:
@@ -424,144 +469,3 @@ def undrain(state: ClusterState, member: str) -> ClusterDecision[Place]:
         return Decision(place)
     event = Event("member_undrained", f"{place[0]} {member} may get work again", {"member": member})
     return Decision(place, (DropDrain(place),), (event,))
-
-
-# -------------------------------------------------------------------- schedules
-# They are jobs that begin at the times of a cron expression.
-# time reached ─► the job before has ended ─► its job is created, and `next_time` moves on, in one transaction
-#              └► it has not ─► forbid: this time is left out
-#                            └► replace: that job is cancelled, this one is created
-# If times passed while no leader lived, the latest one runs, once.
-
-MAX_SCHEDULES = 1000
-LOOK_AGAIN_S = 600.0  # after an expression whose times could not be computed
-NAME_CHARACTERS = 50  # with the time behind it a name of a job must not be longer than 63
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleLook:
-    """`again`: there may be more to do at once. `next_look_s`: until the next time of any schedule; None:
-    there is none."""
-
-    again: bool
-    next_look_s: float | None
-
-
-def create_schedule(
-    state: ClusterState, asked: JobSchedule, source: Source | None, wall_time: float
-) -> ClusterDecision[JobSchedule]:
-    """`asked`: without times; `wall_time`: seconds since 1970. Raises InvalidArgument, Conflict."""
-    _check_schedule(state, asked)
-    try:
-        first = next_time(asked.cron, asked.time_zone, wall_time)
-    except ValueError as error:
-        raise InvalidArgument(str(error), cron=asked.cron, time_zone=asked.time_zone) from error
-    made = asked.with_fields(
-        create_time=rfc3339(wall_time),
-        next_time=rfc3339(first),
-        last_time="",
-        last_job="",
-        reason="",
-    )
-    stored: tuple[ClusterChange, ...] = (PutSource(source.digest, source),) if source is not None else ()
-    message = f"schedule {made.name} ({made.cron}, {made.time_zone}) runs first at {made.next_time}"
-    return Decision(made, (*stored, PutSchedule(made)), (_schedule_event("schedule_created", message, made),))
-
-
-def delete_schedule(state: ClusterState, name: str) -> ClusterDecision[JobSchedule]:
-    """Its jobs stay. Raises NotFound."""
-    found = state.schedule(name)
-    drops: tuple[ClusterChange, ...] = (DropSchedule(name), *drop_unused(state, found.source_digest))
-    return Decision(
-        found, drops, (_schedule_event("schedule_deleted", f"schedule {name} was deleted", found),)
-    )
-
-
-def run_due_schedule(state: ClusterState, wall_time: float) -> ClusterDecision[ScheduleLook]:
-    """What the schedule whose time has come first does now. One at a time, so that each transaction is
-    small."""
-    waits = [(instant(found.next_time), found.name) for found in state.schedules.values()]
-    if not waits:
-        return Decision(ScheduleLook(again=False, next_look_s=None))
-    time, name = min(waits)
-    if time > wall_time:
-        return Decision(ScheduleLook(again=False, next_look_s=time - wall_time))
-    return _run(state, state.schedules[name], time, wall_time)
-
-
-def _run(
-    state: ClusterState, found: JobSchedule, time: float, wall_time: float
-) -> ClusterDecision[ScheduleLook]:
-    """`time`: the first one that is not decided yet. It is taken itself if the expression does not name it
-    any more: the rules of time zones change."""
-    again = ScheduleLook(again=True, next_look_s=0.0)
-    try:
-        latest = max(time, latest_time(found.cron, found.time_zone, wall_time))
-        following = next_time(found.cron, found.time_zone, wall_time)
-    except ValueError as error:  # a time zone that this host does not know
-        later = rfc3339(wall_time + LOOK_AGAIN_S)
-        moved = found.with_fields(next_time=later, reason=str(error))
-        event = _schedule_event("schedule_failed", f"schedule {found.name}: {error}", found)
-        return Decision(again, (PutSchedule(moved),), (event,))
-    ran = found.with_fields(next_time=rfc3339(following), last_time=rfc3339(latest))
-    stamp = rfc3339(wall_time)
-    job = _job_of(found, latest)
-    before = state.jobs.get(found.last_job)
-    busy = before is not None and not before.standing.final
-    if before is not None and busy and found.concurrency == "forbid":
-        reason = (
-            f"left out at {rfc3339(latest)}: job {before.job} of the time before is still {before.standing}"
-        )
-        moved = ran.with_fields(reason=reason)
-        event = _schedule_event("schedule_skipped", f"schedule {found.name}: {reason}", found)
-        return Decision(again, (PutSchedule(moved),), (event,))
-    try:
-        created = create(state, job, None, stamp)
-    except CallerError as error:
-        reason = f"job {job.job} could not be created: {error.message}"
-        moved = ran.with_fields(reason=reason)
-        event = _schedule_event("schedule_failed", f"schedule {found.name}: {reason}", found)
-        return Decision(again, (PutSchedule(moved),), (event,))
-    missed = " (times before it were missed)" if latest > time else ""
-    reason = f"created job {job.job} for {rfc3339(latest)}{missed}"
-    changes, events = created.changes, created.events
-    if before is not None and busy:
-        cancelled = cancel(state, before.job, stamp)
-        changes, events = changes + cancelled.changes, events + cancelled.events
-    moved = ran.with_fields(last_job=job.job, reason=reason)
-    events += (_schedule_event("schedule_ran", f"schedule {found.name} {reason}", found),)
-    return Decision(again, (*changes, PutSchedule(moved)), events)
-
-
-def _job_of(found: JobSchedule, time: float) -> ClusterJob:
-    name = f"{found.name}-{compact(time)}"
-    storage = f"{found.spec.storage.rstrip('/')}/{name}"
-    return ClusterJob(
-        job=name,
-        spec=found.spec.with_fields(job=name, storage=storage),
-        scheduling=found.scheduling,
-        source_digest=found.source_digest,
-    )
-
-
-def _check_schedule(state: ClusterState, asked: JobSchedule) -> None:
-    if asked.name in state.schedules:
-        hint = f"`trireme schedules delete {asked.name}` frees the name"
-        raise Conflict(f"schedule {asked.name} exists already", hint=hint, schedule=asked.name)
-    if len(state.schedules) >= MAX_SCHEDULES:
-        raise Conflict(f"the cluster has {len(state.schedules)} schedules, at most {MAX_SCHEDULES} are taken")
-    if len(asked.name) > NAME_CHARACTERS:
-        msg = (
-            f"the schedule's name has {len(asked.name)} characters, at most {NAME_CHARACTERS}: its "
-            "jobs get the time behind it"
-        )
-        raise InvalidArgument(msg, schedule=asked.name)
-    for field in ("after", "not_before_time"):
-        if value := getattr(asked.scheduling, field):
-            msg = f"jobs of a schedule start at its times: {field} {value} cannot be given"
-            raise InvalidArgument(msg, hint=f"leave {field} out", schedule=asked.name)
-    check_scheduling(asked.spec, asked.scheduling)
-
-
-def _schedule_event(name: str, message: str, found: JobSchedule) -> Event:
-    return Event(name, message, {"schedule": found.name})

@@ -71,6 +71,8 @@ def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operatio
         case OperationKind.RESIZE:
             asked = resize.checked(job, asked)
             return _begin(job, asked, _asked_event(asked, "resize_asked", resize.sentence(asked)))
+        case OperationKind.PAUSE | OperationKind.RESUME | OperationKind.CANCEL | OperationKind.DELETE:
+            raise AssertionError(f"{asked.kind} is its cluster's to keep (job_operations.py)")
 
 
 def ask_for_draining(job: Job, stamp: str) -> Decision[None]:

@@ -49,8 +49,8 @@ class AnsweredBefore(TriremeError):
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """A request. `key`, `asked`: digests of its Idempotency-Key and of what it asks for. `operation`: its
-    operationId. `wall_time`: when it came, seconds since 1970."""
+    """A request. `key`: a digest of its token, its operation and its Idempotency-Key. `asked`: one of what it
+    asks for. `operation`: its operationId. `wall_time`: when it came, seconds since 1970."""
 
     key: str
     asked: str
@@ -111,11 +111,8 @@ class Once(Generic[A]):
         found = answers.find(asked.key, asked.wall_time)
         if found is None:
             return None
-        if (found.operation, found.asked) != (asked.operation, asked.asked):
-            other = f"{found.operation} before, now for {asked.operation}"
-            if found.operation == asked.operation:
-                other = f"{found.operation} with other values before"
-            msg = f"this Idempotency-Key asked for {other}"
+        if found.asked != asked.asked:
+            msg = f"this Idempotency-Key asked for {found.operation} with other values before"
             raise IdempotencyKeyReused(msg, hint="use a new key for a new request")
         if found.answer:
             raise AnsweredBefore.with_answer(found)

@@ -177,6 +177,13 @@ def _cause(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:
             )
         case Standing.COMPLETED:
             return Cause(code=Code.JOB_COMPLETED, summary=f"Job {name} is COMPLETED: {job.reason}.")
+        case Standing.UNREADABLE:
+            return Cause(
+                code=Code.JOB_UNREADABLE,
+                summary=f"The leader's version of Trireme cannot read job {name}, and leaves it alone.",
+                details=(job.reason,),
+                hints=("start the version that wrote it (docs/upgrades.md)", f"trireme delete {name}"),
+            )
         case Standing.FAILED:
             return Cause(
                 code=Code.JOB_FAILED,

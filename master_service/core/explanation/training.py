@@ -137,9 +137,26 @@ def _nobody_began(now: Situation) -> Cause:
     return Cause(
         code=Code.LANES_NOT_STARTED,
         summary=f"No trainer has asked for a task yet, {seconds(now.still_s)} after the job began to run.",
-        details=(f"Registered: {now.named(now.job.trainers.names)}; they load parameters or cannot join.",),
-        hints=("read logs/trainer-*.log of the run", f"trireme members {now.option}"),
+        details=(
+            f"Registered: {now.named(now.job.trainers.names)}; they load parameters or cannot join.",
+            *_addresses(now),
+        ),
+        hints=(
+            "read logs/trainer-*.log of the run",
+            f"trireme members {now.option}",
+            "where members cannot look up or reach these addresses: TRIREME_ADVERTISE of whoever has them",
+        ),
     )
+
+
+def _addresses(now: Situation) -> list[str]:
+    """Where members say that they are, each host once: one that nobody reaches looks like any other here."""
+    members = now.job.members
+    urls = [server.url for server in members.pservers.values()]
+    urls += [trainer.url for trainer in members.trainers.values()]
+    places = [url.partition("://")[2].partition("/")[0] for url in urls]
+    hosts = dict.fromkeys(place.rpartition(":")[0] or place for place in places)
+    return [f"They must reach each other and the master at {listed(hosts)}."] if hosts else []
 
 
 def _is_computed(now: Situation, trainer: str, lane: int) -> bool:

@@ -25,7 +25,7 @@ from trireme_shared.protocol.records.cluster import (
     TaskRun,
     TaskState,
 )
-from trireme_shared.protocol.records.operations import KeptAnswer
+from trireme_shared.protocol.records.operations import KeptAnswer, Operation
 
 A = TypeVar("A")
 Place = tuple[Kind, str]  # kind and id of a pool member
@@ -38,7 +38,10 @@ class PutJob:
 
 @dataclass(frozen=True, slots=True)
 class DropJob:
+    """`has_keys`: the keys below the job's name are the job's own; else they are a run's and stay."""
+
     job: str
+    has_keys: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,18 @@ class DropSchedule:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class PutJobOperation:
+    job: str
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class DropJobOperation:
+    job: str
+    operation_id: str
+
+
 ClusterChange = (
     PutJob
     | DropJob
@@ -101,6 +116,8 @@ ClusterChange = (
     | DropSource
     | PutSchedule
     | DropSchedule
+    | PutJobOperation
+    | DropJobOperation
     | KeptAnswer
     | DropAnswer
     | PutEvents
@@ -118,20 +135,27 @@ class ClusterState:
     without a member. `unfit`: for which (job, epoch) a place is of no use any more, because the process ended
     there again and again, or ended well. `drains`: places that get no work, whether they have a member now or
     not. `task_runs`: by job, the pre- and post-tasks that were begun, and `tasks_written`: when (monotonic s)
-    each was written last in this term."""
+    each was written last in this term. `operations`: by job and id, what users asked of whole jobs,
+    of deleted ones too. `unreadable_schedules` begin no jobs: what can be read of them."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     schedules: dict[str, JobSchedule] = field(default_factory=dict)
+    unreadable_schedules: dict[str, JobSchedule] = field(default_factory=dict)
     members: dict[Place, PoolMember] = field(default_factory=dict)
     assignments: dict[Place, Assignment] = field(default_factory=dict)
     drains: dict[Place, Drain] = field(default_factory=dict)
     task_runs: dict[str, dict[str, TaskRun]] = field(default_factory=dict)
+    operations: dict[str, dict[str, Operation]] = field(default_factory=dict)
     answers: KeptAnswers = field(default_factory=KeptAnswers)
     tasks_written: dict[str, dict[str, float]] = field(default_factory=dict)
     moved: dict[Place, float] = field(default_factory=dict)
     gone_since: dict[Place, float] = field(default_factory=dict)
     unfit: dict[Place, frozenset[tuple[str, int]]] = field(default_factory=dict)
     events: EventLog = field(default_factory=EventLog)
+    #: (job, kind) -> the places that train it, of `assignments`.
+    _trains: dict[tuple[str, Kind], dict[Place, None]] = field(default_factory=dict, init=False, repr=False)
+    #: Job -> another object after each change of its places.
+    _revisions: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return (
@@ -146,14 +170,23 @@ class ClusterState:
             raise NotFound(f"there is no job {name} in this cluster", hint="`trireme jobs` lists them")
         return found
 
+    @property
+    def unreadable(self) -> list[ClusterJob | JobSchedule]:
+        jobs = [job for job in self.jobs.values() if job.standing is Standing.UNREADABLE]
+        return [*jobs, *self.unreadable_schedules.values()]
+
     def schedule(self, name: str) -> JobSchedule:
         """Raises NotFound."""
-        found = self.schedules.get(name)
+        found = self.schedules.get(name) or self.unreadable_schedules.get(name)
         if found is None:
             raise NotFound(
                 f"there is no schedule {name} in this cluster", hint="`trireme schedules` lists them"
             )
         return found
+
+    def operation(self, job: str, operation_id: str) -> Operation | None:
+        """None: there is none of the cluster's own; the job's leader keeps others."""
+        return self.operations.get(job, {}).get(operation_id)
 
     def place(self, member: str) -> Place:
         """Of a member that is there, or is drained. Raises NotFound."""
@@ -163,18 +196,26 @@ class ClusterState:
                 return place
         raise NotFound(f"the pool has no member {member}", hint="`trireme pool` lists them", member=member)
 
+    def set_aside(self, name: str, reason: str) -> ClusterJob:
+        """In place, of a job that is there: this version cannot read its keys. etcd keeps its record as it
+        is, for the next leader."""
+        job = self.jobs[name].with_fields(standing=Standing.UNREADABLE, reason=reason)
+        self.jobs[name] = job
+        return job
+
     def uses_source(self, digest: str) -> int:
         """How many jobs and schedules run this script."""
+        schedules = (*self.schedules.values(), *self.unreadable_schedules.values())
         jobs = sum(job.source_digest == digest for job in self.jobs.values())
-        return jobs + sum(schedule.source_digest == digest for schedule in self.schedules.values())
+        return jobs + sum(schedule.source_digest == digest for schedule in schedules)
 
     def assigned_to(self, job: str, kind: Kind) -> list[Place]:
         """The places that train it; not those that run its tasks."""
-        return [
-            place
-            for place, held in self.assignments.items()
-            if held.job == job and place[0] == kind and not held.task
-        ]
+        return list(self._trains.get((job, kind), ()))
+
+    def revision_of(self, job: str) -> object:
+        """The same object as long as its places, and what their members run, are the same."""
+        return self._revisions.get(job)
 
     def takes_work(self, place: Place) -> bool:
         """Whether there is a member that is not about to leave, and that nobody has drained."""
@@ -196,6 +237,8 @@ class ClusterState:
     def see(self, place: Place, member: PoolMember | None, now: float) -> None:
         """In place: the watch saw this registration, or (None) that there is none any more. `now`: monotonic,
         s."""
+        if (held := self.assignments.get(place)) is not None:
+            self._changed(held.job)
         if member is None:
             self.members.pop(place, None)
             if place in self.assignments:
@@ -214,20 +257,25 @@ class ClusterState:
         match change:
             case PutJob(job):
                 self.jobs[job.job] = job
-            case DropJob(job):
+            case DropJob(job, _):
                 self.jobs.pop(job, None)
                 self.task_runs.pop(job, None)
+                self._revisions.pop(job, None)
                 self.tasks_written.pop(job, None)
             case PutTaskRun(run):
                 self.task_runs.setdefault(run.job, {})[run.name] = run
                 self.tasks_written.setdefault(run.job, {})[run.name] = now
             case PutAssignment(place, assignment):
+                self._unassign(place)
                 self.assignments[place] = assignment
+                self._changed(assignment.job)
+                if not assignment.task:
+                    self._trains.setdefault((assignment.job, place[0]), {})[place] = None
                 self.moved[place] = now
                 if place not in self.members:
                     self.gone_since.setdefault(place, now)
             case DropAssignment(place):
-                self.assignments.pop(place, None)
+                self._unassign(place)
                 self.moved[place] = now
                 if place not in self.members:
                     self._forget(place)
@@ -239,12 +287,34 @@ class ClusterState:
                 self.schedules[schedule.name] = schedule
             case DropSchedule(name):
                 self.schedules.pop(name, None)
+                self.unreadable_schedules.pop(name, None)
+            case PutJobOperation(job, operation):
+                self.operations.setdefault(job, {})[operation.operation_id] = operation
+            case DropJobOperation(job, operation_id):
+                self.operations.get(job, {}).pop(operation_id, None)
+                if not self.operations.get(job, True):
+                    del self.operations[job]
             case KeptAnswer() | DropAnswer():
                 self.answers.apply(change)
             case PutEvents() | DropEvents():
                 self.events.apply(change)
             case PutSource() | DropSource():
                 pass  # only etcd holds the texts
+
+    def _unassign(self, place: Place) -> None:
+        held = self.assignments.pop(place, None)
+        if held is None:
+            return
+        self._changed(held.job)
+        if not held.task:
+            places = self._trains[held.job, place[0]]
+            del places[place]
+            if not places:
+                del self._trains[held.job, place[0]]
+
+    def _changed(self, job: str) -> None:
+        if job in self.jobs:
+            self._revisions[job] = object()
 
     def _current(self, job: str, epoch: int) -> bool:
         found = self.jobs.get(job)

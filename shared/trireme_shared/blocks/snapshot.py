@@ -3,8 +3,8 @@
     version due --first block--> collecting --last block--> whole --taken--> written, released
 
 Values are never changed in place in synchronous mode, so a snapshot only retains their buffer; the
-optimizer's state is copied. In asynchronous mode all blocks are added at one instant; updates go into new
-buffers while the snapshot is read.
+optimizer's state is copied. In asynchronous mode all blocks are added as they were at one instant; updates go
+into new buffers while the snapshot is read.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ class Snapshot:
     @property
     def whole(self) -> bool:
         return not self._missing
+
+    def lacks(self, number: int) -> bool:
+        """Whether a block of it is not added yet."""
+        return number in self._missing
 
     def add(self, number: int, values: Buffer, state: Mapping[str, torch.Tensor], pool: BufferPool) -> None:
         """Copy a block that has just reached this version; `state`: its optimizer's."""

@@ -30,6 +30,7 @@ from trireme_shared.platform.etcd.operations import MAX_OPERATIONS
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.evaluations import EvaluationStatus
@@ -234,7 +235,7 @@ class Committer:
 
     async def run(self) -> None:
         """Until cancelled. No failure here ends training."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             group.create_task(self._watch())
             group.create_task(self._commit_complete())
 

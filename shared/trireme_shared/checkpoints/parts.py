@@ -27,6 +27,7 @@ from trireme_shared.checkpoints.schedule import is_final
 from trireme_shared.checkpoints.writer import Offload
 from trireme_shared.platform.etcd import Delete, LeaseLost, Operation, Put
 from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.containment import LongLivedGroup, backoff_s
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, NotReady, PeerError
 from trireme_shared.protocol.records import Mode, SlotMap
@@ -176,7 +177,7 @@ class Checkpointer:
 
     async def run(self) -> None:
         """Until cancelled. No failure here ends training."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             group.create_task(self._write_parts())
             group.create_task(self.committer.run())
 
@@ -275,7 +276,7 @@ class Checkpointer:
                 if not self._tries_again(pending, tries):
                     raise
                 self._problem.begin("part", self._message(snapshot.version, error))
-                await asyncio.sleep(ids.jitter(min(PAUSE_S * 2**tries, MOST_PAUSE_S)))
+                await asyncio.sleep(ids.jitter(backoff_s(tries + 1, PAUSE_S, MOST_PAUSE_S)))
                 self._check(pending.timeline)
                 if not self._copies.renew(copied):
                     raise

@@ -90,19 +90,13 @@ def tensors_of(snapshot: Snapshot, *, finite: bool) -> Iterator[tuple[Entry, mem
                 yield entry, array.data.cast("B")
 
 
-def records_for(entry: Entry, words: int | None, ref: CheckpointRef) -> Records:
-    """Memory for a tensor of rows, int64 (n, words). Raises CheckpointUnusable: it has another form; `words`
-    None: no table has it."""
-    if words is None or entry.dtype != "int64" or len(entry.shape) != 2 or entry.shape[1] != words:
-        stored.unusable(ref, f"{entry.name} is {entry.dtype} {entry.shape}: the job's tables are others")
-    return np.empty(entry.shape, np.int64)
-
-
-def ids_for(entry: Entry, ref: CheckpointRef) -> Records:
-    """Memory for a tensor of ids, int64 (n,). Raises CheckpointUnusable."""
-    if entry.dtype != "int64" or len(entry.shape) != 1:
-        stored.unusable(ref, f"{entry.name} is {entry.dtype} {entry.shape}: ids were expected")
-    return np.empty(entry.shape, np.int64)
+def check_form(entry: Entry, words: int | None, ref: CheckpointRef, *, ids: bool) -> None:
+    """Of a tensor of rows, int64 (n, words), or of `ids`, int64 (n,). Raises CheckpointUnusable: it has
+    another form; `words` None: no table has it."""
+    form = () if ids else (words,)
+    if words is None or entry.dtype != "int64" or entry.shape[1:] != form or not entry.shape:
+        why = "ids were expected" if ids and words is not None else "the job's tables are others"
+        stored.unusable(ref, f"{entry.name} is {entry.dtype} {entry.shape}: {why}")
 
 
 def updates_in(metadata: Mapping[str, str]) -> dict[str, int]:
@@ -190,8 +184,8 @@ def _read_chain(
         named = table_in(entry.name)
         if named is None or named[0] != spec.name or named[1] == "sketch":
             return None
-        is_ids = named[1] in (REMOVED, EXPIRED)
-        waiting.append((named[1], ids_for(entry, ref) if is_ids else records_for(entry, words, ref)))
+        check_form(entry, words, ref, ids=named[1] in (REMOVED, EXPIRED))
+        waiting.append((named[1], np.empty(entry.shape, np.int64)))
         return waiting[0][1].data.cast("B")
 
     def pass_on() -> None:

@@ -25,6 +25,7 @@ from trireme_shared.platform.etcd import Etcd, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
+from trireme_shared.platform.membership.names import NameUse, check_free, uses_of
 from trireme_shared.platform.runtime import clock, http, ids, telemetry
 from trireme_shared.protocol.errors import InvalidArgument, PeerError, TriremeError, leaves
 from trireme_shared.protocol.keys import Keys
@@ -40,16 +41,17 @@ log = telemetry.logger("collective")
 
 class Background:
     """`start` it; then `session_within` waits for an epoch in which this process is. `why`: what keeps it
-    from one, for messages."""
+    from one, for messages. `own_name`: the name is not that of the job whose process this is, so no job may
+    have it."""
 
-    def __init__(self, access: EtcdAccess, keys: Keys, settings: Settings) -> None:
+    def __init__(self, access: EtcdAccess, keys: Keys, settings: Settings, *, own_name: bool = True) -> None:
         self.settings, self.keys = settings, keys
         self.progress = Progress()
         self.condition = threading.Condition()
         self.session: Session | None = None
         self.fatal = ""
         self.why = f"this process is not registered in etcd at {access}"
-        self._access = access
+        self._access, self._own_name = access, own_name
         self._reach: Reach | None = None
         self._registered = False  # as far as is known here
         self._entering_since: float | None = None  # no epoch has been entered since
@@ -72,9 +74,10 @@ class Background:
             self.close()
             raise
         if not ready or self.fatal:
-            why = self.fatal or f"{self.obstacle()} after {limit_s:g} s"
+            refused, why = bool(self.fatal), self.fatal or f"{self.obstacle()} after {limit_s:g} s"
             self.close()
-            raise PeerError(f"no communicator: {why}", hint="is TRIREME_ETCD the address of a running etcd?")
+            hint = "" if refused else "is TRIREME_ETCD the address of a running etcd?"
+            raise PeerError(f"no communicator: {why}", hint=hint)
 
     def check_process(self) -> None:
         """Raises InvalidArgument in a process that was forked from this one: the thread is not there, and
@@ -219,11 +222,14 @@ class Background:
     async def _stay_registered(self, etcd: Etcd, registered: asyncio.Event, reach: Reach) -> None:
         """Registered anew whenever the key was lost: this process was taken for dead or left out, and is a
         new member then. Not before it reaches those who are members: with a process that some do not reach no
-        group comes together."""
+        group comes together. Raises Conflict: a job has the name."""
         while True:
             await self.mirror.known.wait()
             await reach.everybody()
             try:
+                if self._own_name and not registered.is_set():
+                    uses = await uses_of(etcd, self.keys)
+                    check_free(self.keys.job, uses, NameUse.COMMUNICATOR, "give another one as job=")
                 claimed = await self.own.claim(
                     self.keys.collective_member(self.me.member), self.settings.lease_ttl_s, leaving=False
                 )

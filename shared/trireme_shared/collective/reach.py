@@ -26,6 +26,7 @@ from trireme_shared.platform.etcd import Delete, Etcd, LeaseLost, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.platform.runtime import clock, http, ids, telemetry
+from trireme_shared.platform.runtime.containment import backoff_s
 from trireme_shared.protocol.errors import PeerError
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records.members import CommunicatorMember
@@ -271,7 +272,7 @@ class Reach:
         now, self._notice = clock.monotonic(), found.mod_revision
         self._times = self._times + 1 if now < self._left_out_at + FORGET_S else 0
         self._left_out_at = now
-        rest_s = min(self._ttl_s * 2.0**self._times, REST_LIMIT_S)
+        rest_s = backoff_s(self._times + 1, self._ttl_s, REST_LIMIT_S)
         self._rests_until = now + rest_s
         log.error("left_out", unreached=told.members, rests_s=rest_s)
 

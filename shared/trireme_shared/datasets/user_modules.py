@@ -159,16 +159,10 @@ class CustomReader(Protocol):
     def read(self, url: str, first: int, count: int) -> Iterable[dict[str, Any]]: ...
 
 
-def find_beside(script: str) -> None:
-    """Makes modules in the script's folder importable here, as they are where the script runs; the script
-    itself too. Last on sys.path: they must not shadow what this process imports later."""
-    enter(Path(script).parent, first=False)
-
-
-def load_custom(reader: str, beside: Path | None = None) -> CustomReader:
-    """The reader that `pkg.mod:name` names; `beside`: see `load_named`. Raises DatasetError if it cannot be
-    imported or lacks count or read."""
-    found = load_named(reader, beside)
+def load_custom(reader: str) -> CustomReader:
+    """The reader that `pkg.mod:name` names. Raises DatasetError if it cannot be imported or lacks count or
+    read."""
+    found = load_named(reader)
     missing = [method for method in ("count", "read") if not callable(getattr(found, method, None))]
     if missing:
         msg = f"the reader {reader} has no method {missing[0]!r}"
@@ -180,8 +174,7 @@ def load_custom(reader: str, beside: Path | None = None) -> CustomReader:
 
 def load_named(reader: str, beside: Path | None = None) -> Any:
     """The object that `pkg.mod:name` names. A module that lies in the folder `beside` is executed for this
-    call alone: a process that counts for many jobs may meet several of one name. Raises DatasetError if it
-    cannot be imported."""
+    call alone. Raises DatasetError if it cannot be imported."""
     module_name, _, name = reader.partition(":")
     own = beside / f"{module_name}.py" if beside is not None else None
     try:
@@ -221,17 +214,15 @@ def _executed(path: Path) -> ModuleType:
 _made: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 
-def make(maker: Callable[[], Any], seed: int, *, alone: bool = True) -> Any:
+def make(maker: Callable[[], Any], seed: int) -> Any:
     """What `maker()` returns, with the random numbers that `seed` gives: the same in each process, and each
     time. It is called once in a process for each seed, unless what it returns can be used once only (a
     generator)."""
-    keeps = alone and isinstance(
-        maker, type | FunctionType
-    )  # a process of several jobs would keep the objects of all of them
+    keeps = isinstance(maker, type | FunctionType)
     kept = _made.get(maker) if keeps else None
     if kept is not None and kept[0] == seed:
         return kept[1]
-    with seeded(seed, alone=alone):
+    with seeded(seed):
         found = maker()
     if keeps and not isinstance(found, Iterator):
         _made[maker] = seed, found
@@ -243,14 +234,14 @@ def made_objects() -> dict[str, Any]:
     return {f"{maker.__name__}()": found for maker, (_, found) in _made.items()}
 
 
-def load_object(dataset: MapStyle | IterableStyle, beside: Path | None = None, seed: int = 0) -> Any:
-    """What the name stands for; a function or class is called, see `make`. `beside`: see `load_named`.
-    `seed`: of the job. Raises DatasetError."""
-    found = load_named(dataset.reader, beside)
+def load_object(dataset: MapStyle | IterableStyle, seed: int = 0) -> Any:
+    """What the name stands for; a function or class is called, see `make`. `seed`: of the job. Raises
+    DatasetError."""
+    found = load_named(dataset.reader)
     needed = ("__getitem__",) if isinstance(dataset, MapStyle) else ("__iter__",)
     if isinstance(found, type) or (callable(found) and not all(hasattr(found, name) for name in needed)):
         try:
-            found = make(found, seed, alone=beside is None)
+            found = make(found, seed)
         except BaseException as error:  # the user's code may raise anything
             if is_interrupt(error):
                 raise
@@ -265,11 +256,11 @@ def load_object(dataset: MapStyle | IterableStyle, beside: Path | None = None, s
     return found
 
 
-def count_object(dataset: MapStyle | IterableStyle, beside: Path | None = None, seed: int = 0) -> int:
+def count_object(dataset: MapStyle | IterableStyle, seed: int = 0) -> int:
     """`records` as it is stated, else the object's length. `seed`: of the job. Raises DatasetError."""
     if dataset.records is not None:
         return dataset.records
-    found = load_object(dataset, beside, seed)
+    found = load_object(dataset, seed)
     try:
         return len(found)
     except BaseException as error:  # the user's code may raise anything

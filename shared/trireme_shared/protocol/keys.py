@@ -4,6 +4,7 @@
     master/lock              MasterLock         master's   candidates            create = 0; gives the term
     master/addr              MasterAddress      master's   master                lock
     job/spec job/state       JobSpec ...        -          master                lock
+    job/schema               StateSchema        -          master                lock
     job/failures             FailureCounts      -          master                lock
     job/checkpoint           CheckpointRequest  -          master                lock
     job/evaluation           EvaluationStatus   -          master                lock; members follow it
@@ -109,6 +110,7 @@ class Keys:
     sweep_lock = _Key("sweep/lock")
     spec = _Key("job/spec")
     state = _Key("job/state")
+    schema = _Key("job/schema")
     failures = _Key("job/failures")
     # members follow it: trainers carry the request into a version
     checkpoint_request = _Key("job/checkpoint")
@@ -288,8 +290,10 @@ class ClusterKeys:
     cluster/lock                    MasterLock    leader's  candidates   create = 0; gives the leader's term
     cluster/addr                    MasterAddress leader's  leader       lock
     cluster/commit                  text          -         leader       lock + its own value
+    cluster/schema                  StateSchema   -         leader       lock
     cluster/answers/<digest>        KeptAnswer    -         leader       lock
     cluster/events/<first id>       EventChunk    -         leader       lock
+    cluster/operations/<job>/<id>   Operation     -         leader       lock
     jobs/<job>                      ClusterJob    -         leader       lock
     jobs/<job>/tasks/<name>         TaskRun       -         leader       lock
     sources/<digest>                Source        -         leader       lock
@@ -310,8 +314,10 @@ class ClusterKeys:
     lock = _Key("cluster/lock")
     address = _Key("cluster/addr")
     commit = _Key("cluster/commit")
+    schema = _Key("cluster/schema")
     answers = _Key("cluster/answers/")
     events = _Key("cluster/events/")
+    operations = _Key("cluster/operations/")
     jobs = _Key("jobs/")
     sources = _Key("sources/")
     schedules = _Key("schedules/")
@@ -326,6 +332,15 @@ class ClusterKeys:
     def answer(self, digest: str) -> str:
         """To the request whose Idempotency-Key has that digest."""
         return f"{self.prefix}cluster/answers/{digest}"
+
+    def operation(self, job: str, operation_id: str) -> str:
+        """Not below the job: it outlives it."""
+        return f"{self.operations}{job}/{operation_id}"
+
+    def operation_in(self, key: str) -> tuple[str, str]:
+        """(job, operation_id) of a key below `operations`."""
+        job, _, operation_id = key.removeprefix(self.operations).partition("/")
+        return job, operation_id
 
     def below_job(self, job: str) -> str:
         """Prefix of what the cluster keeps of a job beside its ClusterJob; the job's own keys are

@@ -9,10 +9,13 @@ from pydantic import ConfigDict, Field
 
 from trireme_shared.protocol.evaluations import Evaluation
 from trireme_shared.protocol.events import EventRecord
-from trireme_shared.protocol.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
+from trireme_shared.protocol.records import JobResult, Mode, Record, Stage, TaskKind, UserFailure
+from trireme_shared.protocol.records.cluster import Scheduling
 from trireme_shared.protocol.records.job import Losses
 from trireme_shared.protocol.records.job_choices import MAX_MEMBERS
+from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.operations import Operation, OperationState, Resize, Strategy
+from trireme_shared.protocol.records.record import UrlText
 
 
 class Empty(Record):
@@ -79,7 +82,8 @@ class EvaluationProgress(Record):
 
 
 class MemberCounts(Record):
-    """How many there are, and should be."""
+    """How many are registered as the job's members, and should be: an ACTIVE job of a cluster as many as it
+    has places, another one as many as it may get."""
 
     trainers: int
     trainers_desired: int = Field(description="Number of trainers that there should be.")
@@ -96,39 +100,70 @@ class MasterView(Record):
 
 
 class JobView(Record):
-    """One job: how it stands, how far it is, who works for it, and what it was asked to do."""
+    """One job: where it is, how far it is, who works for it, and what it was asked to do. In a list, what
+    only getJob tells is null: `stage`, `generation`, `failure`, `evaluation`, `losses`, `result`,
+    `settings`."""
 
     job: str
-    phase: str = Field(
-        description="WAITING, RUNNING, CHECKPOINTING, ROLLING_BACK, COMPLETED, FAILED; in a cluster also "
-        "QUEUED, PAUSED, CANCELLED."
+    state: str = Field(
+        description="Where the job is: WAITING, RUNNING, CHECKPOINTING, ROLLING_BACK, COMPLETED, FAILED; in "
+        "a cluster also QUEUED, STARTING (nobody leads it yet), PAUSED, CANCELLED, UNREADABLE. There may "
+        "be new ones."
     )
-    stage: Stage
-    mode: Mode
-    generation: int = Field(description="Number of the membership; it grows at every join and death.")
+    phase: str = Field(
+        description="What its master does, or did last if nobody leads it: `state` without STARTING."
+    )
+    standing: str = ""
     reason: str
     stalled: str = Field(
         default="",
         description="Whom a job without progress waits for, as a sentence; empty: it makes progress.",
     )
-    standing: str = ""
+    wanted: str = Field(default="run", description="What was asked for last: run, pause, cancel or delete.")
+    mode: Mode
+    stage: Stage | None = None
+    generation: int | None = Field(
+        default=None, description="Number of the membership; it grows at every join and death."
+    )
     failure: UserFailure | None = Field(
         default=None, description="The exception that ended the job, or the last one; null: there was none."
     )
-    progress: JobProgress = Field(description="How far training is.")
+    progress: JobProgress = Field(
+        description="How far training is; `records_total` is 0 while nobody knows it."
+    )
     evaluation: EvaluationProgress | None = Field(
         default=None, description="Evaluations while the job trains; null: the job has no evaluate_every."
     )
     members: MemberCounts = Field(description="How many members there are and should be.")
-    losses: Losses
-    result: JobResult = Field(description="Filled at the end of the job.")
+    losses: Losses | None = None
+    result: JobResult | None = Field(default=None, description="Filled at the end of the job.")
     master: MasterView = Field(description="The master that answers.")
-    spec: JobSpec = Field(description="The job's settings, its name, its script and where its files go.")
+    scheduling: Scheduling | None = Field(
+        default=None, description="What the job may have of the pool; null: it is in no cluster."
+    )
+    starts: int = Field(default=0, description="How often its cluster has started the job.")
+    settings: JobSettings | None = Field(
+        default=None, description="The job's settings, as createJob takes them."
+    )
+    script: UrlText
+    storage: UrlText = Field(description="Path or URL where the job's files go.")
+    sources: dict[str, str] = Field(default_factory=dict)
+    source_digest: str = ""
+    create_time: str = ""
+    start_time: str = ""
+    end_time: str = ""
     version: str = Field(
         default="",
         description="What users and the leader have decided, as a digest; with quotes around it, it is what "
         "If-Match takes. Empty: a job that is no cluster's.",
     )
+
+
+class JobPage(Record):
+    """In the order of their submission."""
+
+    jobs: tuple[JobView, ...] = Field(description="The jobs of this page, in the order of their submission.")
+    next_page_token: str = ""
 
 
 class TaskView(Record):
@@ -190,6 +225,9 @@ class MemberView(Record):
         "strategy, or no trainer.",
     )
     tasks: tuple[str, ...] = Field(default=(), description="Ids of the tasks that a trainer works on.")
+    trireme_version: str = Field(
+        default="", description="Version of Trireme that the member runs; empty: it does not say."
+    )
 
 
 class MemberPage(Record):
@@ -425,6 +463,18 @@ class Version(Record):
     name: str
     version: str = Field(description="Version of Trireme.")
     api: str = Field(description="Version of the API, the first part of its paths.")
+    state_schema: int = Field(
+        default=0, description="Version of the form in which etcd holds jobs and clusters."
+    )
+    members: dict[str, int] = Field(
+        default_factory=dict,
+        description="How many trainers and parameter servers of the jobs that this master leads run each "
+        "version of Trireme; an empty version: they do not say.",
+    )
+    places: dict[str, int] = Field(
+        default_factory=dict,
+        description="The same of the pool's places, by the version of their host agents.",
+    )
 
 
 class Health(Record):

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from trireme_shared.protocol.records import Mode, Record
-from trireme_shared.protocol.records.cluster import Kind, Scheduling, Source, Standing, TaskState
-from trireme_shared.protocol.records.job_choices import JOB_NAME
+from trireme_shared.protocol.records import Record
+from trireme_shared.protocol.records.cluster import Kind, Scheduling, Source, TaskState
+from trireme_shared.protocol.records.job_choices import JobName
 from trireme_shared.protocol.records.job_spec import JobSettings
-from trireme_shared.protocol.rest import JobProgress
+from trireme_shared.protocol.records.record import UrlText
 
 
 class CreateJob(Record):
     """`source`: the script itself, or `script`: a path or URL that every member can read. `settings`: as in
     trireme.Config, with the dataset. `storage`: where its files go (default: below the cluster's storage)."""
 
-    keeps_nulls: ClassVar[bool] = True
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=JOB_NAME)
+    name: JobName
     settings: JobSettings = Field(description="The job's settings, as in trireme.Config.")
     source: Source | None = Field(default=None, description="The script itself; null if `script` names it.")
-    script: str = Field(
+    script: UrlText = Field(
         default="", max_length=2000, description="Path or URL of the script, which every member can read."
     )
-    storage: str = Field(default="", max_length=2000)
+    storage: UrlText = Field(default="", max_length=2000)
     scheduling: Scheduling = Field(default_factory=Scheduling)
 
     @model_validator(mode="after")
@@ -69,55 +67,6 @@ class SchedulePage(Record):
     """In the order of their names."""
 
     schedules: tuple[ScheduleView, ...] = Field(description="The schedules of this page, by name.")
-    next_page_token: str = ""
-
-
-class MembersHeld(Record):
-    """How many places of each kind a job has, and how many of them have a process that is registered as its
-    member."""
-
-    trainers: int
-    trainers_running: int = Field(
-        description="Number of its places for trainers whose process is registered as its member."
-    )
-    pservers: int
-    pservers_running: int = Field(
-        description="Number of its places for parameter servers whose process is registered as its member."
-    )
-
-
-class ClusterJobView(Record):
-    """One job of a cluster."""
-
-    job: str
-    state: str = Field(
-        description="QUEUED, PAUSED, COMPLETED, FAILED, CANCELLED, or the phase of an ACTIVE job (WAITING, "
-        "RUNNING, ...)."
-    )
-    standing: Standing
-    reason: str
-    wanted: str = Field(description="What was asked for last: run, pause, cancel or delete.")
-    mode: Mode
-    scheduling: Scheduling
-    pservers: int
-    members: MembersHeld = Field(description="The members that the job holds.")
-    starts: int = Field(description="How often the job was started.")
-    progress: JobProgress | None = Field(
-        default=None, description="How far training is; null: nobody leads the job now."
-    )
-    source_digest: str = ""
-    create_time: str = ""
-    start_time: str = ""
-    end_time: str = ""
-    version: str = ""
-
-
-class ClusterJobPage(Record):
-    """In the order of their submission."""
-
-    jobs: tuple[ClusterJobView, ...] = Field(
-        description="The jobs of this page, in the order of their submission."
-    )
     next_page_token: str = ""
 
 
@@ -179,6 +128,9 @@ class PoolMemberView(Record):
     cores: int = Field(default=1, description="Number of processor cores that the place has.")
     memory_bytes: int = Field(default=0, description="Bytes of memory that the place has.")
     device: str = Field(default="", description="What the place can compute on.")
+    trireme_version: str = Field(
+        default="", description="Version of Trireme that the host agent runs; empty: it does not say."
+    )
     version: str = ""
 
 

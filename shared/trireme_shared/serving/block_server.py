@@ -148,6 +148,8 @@ class BlockServer:
         self.generation = max(self.generation, generation)
         if self.store is not None:
             self.store.pool.let_go()
+            if self.store.rows is not None:
+                self.store.rows.give_up_copies("the rows were dropped: the job goes back to a checkpoint")
         self.store = None
         for wake in (*(pull.wake for pull in self.pulls), *self.lookups):
             wake()

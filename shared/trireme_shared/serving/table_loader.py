@@ -1,7 +1,10 @@
 """The rows of embedding tables, out of the parts of a checkpoint into tables in memory; those of own slots.
 
-part, then those that it builds on, newest first --place, take--> rows that no newer part tells of
-    --the whole part--> tables
+part, then those that it builds on, newest first --some slots at a time--> rows that no newer part tells of
+    --> tables
+
+Beside the tables there is memory for the slots that are being read alone. Whether a part is as it was written
+is known when it was read to its end: until then the tables must not be used, and after an error never.
 """
 
 from __future__ import annotations
@@ -16,8 +19,7 @@ from trireme_shared.checkpoints.tables import (
     EXPIRED,
     REMOVED,
     Records,
-    ids_for,
-    records_for,
+    check_form,
     table_in,
     updates_in,
 )
@@ -29,20 +31,24 @@ from trireme_shared.tables.hashing import owned_slots, slots_of
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows
+    from trireme_shared.tables.sharded import ShardedTable
     from trireme_shared.tables.snapshot import Chain
-    from trireme_shared.tables.table import RowsOfIds, Table  # loads numba
+    from trireme_shared.tables.table import RowsOfIds  # loads numba
 
 
 class TableLoader:
     """`load` each part that has rows of own slots."""
 
     def __init__(self, rows: TableRows, index: int, slots: SlotMap, ref: CheckpointRef) -> None:
-        self._tables: dict[str, Table] = {table.spec.name: table for table in rows.tables}
+        self._tables: dict[str, ShardedTable] = {table.spec.name: table for table in rows.tables}
         self._own = owned_slots(slots.owners, index)
         self._rows = rows
         self.ref = ref
-        self._read: list[tuple[str, str, Records]] = []
+        self._chains: dict[str, Chain] = {}
+        self._read: tuple[str, str, Records] | None = None  # the tensor that is being read
+        self._memory = np.empty(0, np.int64)  # of one tensor after the other
         self._older_by = 0  # what the stamps of the part that is read lack
+        self._links = 0  # parts that follow in the chain
 
     @classmethod
     def of(cls, rows: TableRows | None, index: int, slots: SlotMap, ref: CheckpointRef) -> TableLoader | None:
@@ -74,31 +80,36 @@ class TableLoader:
         CheckpointUnusable: the tables must not be used; OSError."""
         from trireme_shared.tables.snapshot import Chain  # noqa: PLC0415  loads numba
 
-        chains = {name: Chain() for name in self._tables}
-        newer: dict[str, dict[int, list[RowsOfIds]]] = {name: {} for name in self._tables}
-
-        def place(entry: Entry) -> memoryview | None:
-            return self._place(entry) if table_in(entry.name) is not None else other(entry)
-
+        self._chains = {name: Chain() for name in self._tables}
         self._older_by = 0 if part.rows_version is None else self._rows.version - part.rows_version
-        summary = stored.read_part(storage_url, self.ref, part, place)
+        self._links = len(part.chain)
+        summary = stored.read_part(storage_url, self.ref, part, lambda entry: self._place(entry, other))
+        self._pass_on()
         self._take_facts(summary)
         for link in reversed(part.chain):
-            self._take_changes(chains, newer)
-            stored.read_part(storage_url, self.ref, link, self._place)
-        self._take_whole(chains, newer)
+            self._links -= 1
+            for chain in self._chains.values():
+                chain.next_older()
+            stored.read_part(storage_url, self.ref, link, lambda entry: self._place(entry, lambda _: None))
+            self._pass_on()
+        self._chains, self._memory = {}, np.empty(0, np.int64)
         return summary
 
-    def _place(self, entry: Entry) -> memoryview | None:
-        """Memory for the tensor; None: it is of no table. Raises CheckpointUnusable."""
+    def _place(self, entry: Entry, other: Sink) -> memoryview | None:
+        """Memory for the tensor, once what was read before is in the tables. Raises CheckpointUnusable."""
+        self._pass_on()
         named = table_in(entry.name)
-        if named is None or named[1] == EXPIRED:
-            return None
+        if named is None:
+            return other(entry)
         table, what = named
-        words = self._words(table, what)
-        records = ids_for(entry, self.ref) if what == REMOVED else records_for(entry, words, self.ref)
-        self._read.append((table, what, records))
-        return records.data.cast("B")
+        if what == EXPIRED:
+            return None
+        check_form(entry, self._words(table, what), self.ref, ids=what == REMOVED)
+        size = entry.bytes // 8
+        if len(self._memory) < size:
+            self._memory = np.empty(size, np.int64)
+        self._read = table, what, self._memory[:size].reshape(entry.shape)
+        return self._read[2].data.cast("B")
 
     def _words(self, table: str, what: str) -> int | None:
         from trireme_shared.tables.snapshot import record_words  # noqa: PLC0415  loads numba
@@ -121,55 +132,36 @@ class TableLoader:
                 stored.unusable(self.ref, f"it lacks table {name}: the job's tables are others")
             table.updates = max(table.updates, updates[name])
 
-    def _take_sketches(self) -> None:
-        """Of slots that no newer part tells of."""
-        for name, what, records in self._read:
-            if what == "sketch":
-                table, slots = self._tables[name], records[:, 0]
-                assert table.sketch is not None
-                fresh = self._own[slots] & (table.sketch_stamps[slots] == 0)
-                table.sketch[slots[fresh]] = records[fresh, 1:].view(np.uint8)
-                table.sketch_stamps[slots[fresh]] = table.version
-
-    def _take_changes(self, chains: dict[str, Chain], newer: dict[str, dict[int, list[RowsOfIds]]]) -> None:
-        """Of a delta: its rows wait for the whole part, slot by slot."""
-        from trireme_shared.tables.table import by_slot  # noqa: PLC0415  loads numba
-
-        self._take_sketches()
-        for name, what, records in self._read:
-            table, chain = self._tables[name], chains[name]
-            if what == REMOVED:
-                chain.gone(records)
-            elif what != "sketch":
-                for slot, rows in by_slot(
-                    chain.rows(self._mine(table, records)), table.spec.seed, table.slot_count
-                ):
-                    newer[name].setdefault(slot, []).append(rows)
-        for chain in chains.values():
-            chain.next_older()
-        self._read.clear()
-
-    def _take_whole(self, chains: dict[str, Chain], newer: dict[str, dict[int, list[RowsOfIds]]]) -> None:
-        from trireme_shared.tables.table import by_slot, joined  # noqa: PLC0415  loads numba
-
-        self._take_sketches()
-        for name, what, records in self._read:
-            if what in ("sketch", REMOVED):
-                continue
-            table, waiting = self._tables[name], newer[name]
-            rows = chains[name].rows(self._mine(table, records))
-            if not waiting:
+    def _pass_on(self) -> None:
+        """The tensor before is read by now."""
+        if self._read is None:
+            return
+        (name, what, records), self._read = self._read, None
+        table, chain = self._tables[name], self._chains[name]
+        if what == REMOVED:
+            chain.gone(records.copy())
+        elif what == "sketch":
+            self._take_sketch(table, records)
+        else:
+            rows = chain.rows(self._mine(table, records), last=not self._links)
+            if chain.is_one:  # slots that have none yet
                 table.put_rows(rows)
-                continue
-            for slot, some in by_slot(rows, table.spec.seed, table.slot_count):
-                table.put_rows(joined([some, *waiting.pop(slot, ())], table.width))
-        for name, waiting in newer.items():
-            for left in waiting.values():
-                self._tables[name].put_rows(joined(left, self._tables[name].width))
-        self._read.clear()
+            elif len(rows):
+                table.put(rows)
 
-    def _mine(self, table: Table, records: Records) -> RowsOfIds:
+    def _take_sketch(self, table: ShardedTable, records: Records) -> None:
+        """Of slots that no newer part tells of. Raises CheckpointUnusable: the part is damaged."""
+        slots = records[:, 0]
+        if len(slots) and not 0 <= slots.min() <= slots.max() < len(self._own):
+            stored.unusable(self.ref, f"it counts ids of slots that are not among the job's {len(self._own)}")
+        assert table.sketch is not None
+        fresh = self._own[slots] & (table.sketch_stamps[slots] == 0)
+        table.sketch[slots[fresh]] = records[fresh, 1:].view(np.uint8)
+        table.sketch_stamps[slots[fresh]] = table.version
+
+    def _mine(self, table: ShardedTable, records: Records) -> RowsOfIds:
         from trireme_shared.tables.snapshot import from_records  # noqa: PLC0415  loads numba
 
         rows = from_records(records, table.width, self._older_by)
-        return rows.where(self._own[slots_of(rows.ids, table.spec.seed, table.slot_count)])
+        mine = self._own[slots_of(rows.ids, table.spec.seed, table.slot_count)]
+        return rows if mine.all() else rows.where(mine)

@@ -3,6 +3,7 @@ which an event loop would be still and a lease could expire."""
 
 from __future__ import annotations
 
+from collections import deque
 from functools import cache
 
 import numpy as np
@@ -40,10 +41,12 @@ def compile_loops() -> None:
         for some in rows:
             copy.put_rows(some)
             copy.read_slot(0, 0, 1)
+            deque(copy.read_in_parts(0, 2), 0)
             copy.put(copy.rows_of(some.ids))
             copy.remove(some.ids[:1])
         copy.are_all_in(np.ones(SLOTS, np.bool_), rows[0].ids)
-        copy.restamp(np.ones(SLOTS, np.bool_), 1)
+        copy.restamp(np.ones(SLOTS, np.bool_), 0, 1)
+        copy.keep_oldest(0)
         copy.drop_slots(np.arange(SLOTS))
         for _ in copy.give_back():
             pass

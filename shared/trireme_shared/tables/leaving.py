@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trireme_shared.protocol.records.layout import AGED_STEPS, OLDEST
 from trireme_shared.tables.kernels import cells as cell_loops
 from trireme_shared.tables.kernels import parts
-from trireme_shared.tables.memory import Cells, Numbers, Words
+from trireme_shared.tables.memory import Cells, Numbers, Words, ages_of
 from trireme_shared.tables.needs import QUEUE_SHARE, SKETCH_CELLS
 
 LEAST = 16  # places of a queue
@@ -67,6 +68,7 @@ class Oldest:
                 cells.capacities,
                 cells.used,
                 cells.seed,
+                cells.secret,
                 slots,
                 place,
                 needed,
@@ -88,12 +90,13 @@ class Oldest:
     def _fill(self, cells: Cells, slot: int, version: int) -> None:
         ids, words = cells.of_slot(slot)
         stamps = (words >> parts.STAMP_SHIFT).astype(Stamps)
-        idle = stamps < version
-        ids, stamps = ids[idle], stamps[idle]
+        times = -ages_of(words, version).astype(Stamps)
+        idle = times < 0
+        ids, stamps, times = ids[idle], stamps[idle], times[idle]
         assert len(ids), f"slot {slot} has no row that version {version} leaves as it is"
         # full slots do not all look for their oldest in the same step
         most = max(LEAST, self._ids.shape[1] // 2 + (slot * 40503 + version) % (self._ids.shape[1] // 2 + 1))
-        chosen = _least(stamps, ids, most)
+        chosen = _least(times, ids, most)
         count = len(chosen)
         self._ids[slot, :count], self._stamps[slot, :count] = ids[chosen], stamps[chosen]
         self._heads[slot], self._lengths[slot] = 0, count
@@ -131,16 +134,24 @@ def swept(version: int, ttl: int, slots: int) -> range:
     return range(turn * slots // round_steps, (turn + 1) * slots // round_steps)
 
 
-def _least(stamps: np.ndarray, ids: Numbers, count: int) -> Numbers:
-    """Which are the first `count` by stamp, then id, in this order."""
+def aged(version: int, slots: int) -> range:
+    """The slots whose rows are kept from getting older than OLDEST in the step that makes `version`: each
+    comes up once in AGED_STEPS steps. Before OLDEST steps there are no such rows."""
+    turn, between = divmod(version, max(1, AGED_STEPS // slots))
+    slot = turn % slots
+    return range(slot, slot + 1) if version > OLDEST and not between else range(0)
+
+
+def _least(times: np.ndarray, ids: Numbers, count: int) -> Numbers:
+    """Which are the first `count` by time, then id, in this order."""
     if len(ids) > count:
-        last = np.partition(stamps, count - 1)[count - 1]
-        below, same = np.flatnonzero(stamps < last), np.flatnonzero(stamps == last)
+        last = np.partition(times, count - 1)[count - 1]
+        below, same = np.flatnonzero(times < last), np.flatnonzero(times == last)
         same = same[np.argpartition(ids[same], count - len(below) - 1)[: count - len(below)]]
         chosen = np.concatenate([below, same])
     else:
         chosen = np.arange(len(ids))
-    return chosen[np.lexsort((ids[chosen], stamps[chosen]))]
+    return chosen[np.lexsort((ids[chosen], times[chosen]))]
 
 
 LEAST_KEPT = 1 << 16  # ids, whatever the size of the table

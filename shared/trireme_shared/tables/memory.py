@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trireme_shared.platform.runtime.ids import secret_odd
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records.layout import MOST_ROWS
+from trireme_shared.protocol.records.layout import LATER_STAMPS, MOST_ROWS, OLDEST, STAMPS
 from trireme_shared.tables.kernels import cells as cell_loops
 from trireme_shared.tables.kernels import parts
 from trireme_shared.tables.kernels import rows as row_loops
@@ -144,12 +145,25 @@ CHUNK_BYTES = 64 << 20
 SMALLEST = 8  # cells of a slot that has rows
 TOO_EMPTY = 0.2  # then a slot gets a smaller table
 OWN_PAGES_BYTES = 32 << 10  # of a slot's cells, from which on they have pages of their own
-HASHES = 1 << 32  # of an id in its slot: the half of its hash that says where its cell is
+HASHES = 1 << 32  # halves of hashes, and places of ids among the cells of a slot, are below
 CELLS_AT_ONCE = 1 << 15  # that move, or are new, between two values of `reserve`: about a millisecond
+# Of this process, for all its tables: says in which cell an id is, and nothing that anybody else sees.
+SECRET = np.uint64(secret_odd())
 
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+
+
+def ages_of(words: Words, version: int) -> Numbers:
+    """By how many steps `version` is later than the one that changed each row last; negative: earlier."""
+    stamps = (words >> parts.STAMP_SHIFT).astype(np.int64)
+    return ((version + LATER_STAMPS - stamps) & (STAMPS - 1)) - LATER_STAMPS
+
+
+def stamps_of(words: Words, version: int) -> Numbers:
+    """The step that changed each row last, of a table that is, or was, at `version`."""
+    return version - ages_of(words, version)
 
 
 def frequencies_of(words: Words) -> Numbers:
@@ -247,6 +261,7 @@ class Rows:
             cells.capacities,
             cells.used,
             cells.seed,
+            cells.secret,
             ids,
             step,
             places,
@@ -281,7 +296,7 @@ class Cells:
     """The hash tables of all slots. `used`: int64 (slots,)."""
 
     def __init__(self, slot_count: int, seed: int) -> None:
-        self.seed = np.uint64(seed)
+        self.seed, self.secret = np.uint64(seed), SECRET
         self.addresses = np.zeros(slot_count, np.uint64)
         self.capacities = np.zeros(slot_count, np.int64)
         self.used = np.zeros(slot_count, np.int64)
@@ -314,7 +329,8 @@ class Cells:
         target, capacity = np.uint64(cells.ctypes.data), len(cells) // 2
         for first in range(0, old, CELLS_AT_ONCE):
             last = min(first + CELLS_AT_ONCE, old)
-            cell_loops.rehash(self.addresses[slot], old, first, last, target, capacity, self.seed)
+            source = self.addresses[slot], old, first, last
+            cell_loops.rehash(*source, target, capacity, self.seed, self.secret)
             yield
         # what is moved touches the pages in order; ids that come would touch many of them at once
         if not old:
@@ -330,17 +346,26 @@ class Cells:
         self.addresses[slot], self.capacities[slot] = cells.ctypes.data, len(cells) // 2
 
     def of_slot(self, slot: int, first: int = 0, last: int = HASHES) -> tuple[Numbers, Words]:
-        """Copies of the ids and the words of a slot, in no order that means anything; of those with hashes
-        [first, last). These are halves of the hash, whatever the size of the slot: so a slot can be read part
-        after part, though it grows meanwhile."""
+        """Copies of the ids and the words of a slot, in no order that means anything; of those whose hashes
+        have high halves in [first, last), which are the same in every process."""
         used, address, capacity = int(self.used[slot]), self.addresses[slot], int(self.capacities[slot])
         ids, words = np.empty(used, np.int64), np.empty(used, np.uint64)
         if used and last - first < HASHES:
-            found = cell_loops.cells_between(address, capacity, self.seed, first, last, ids, words)
+            found = cell_loops.cells_with(address, capacity, self.seed, first, last, ids, words)
             return ids[:found].copy(), words[:found].copy()
         if used:
             cell_loops.cells_of(address, capacity, ids, words)
         return ids, words
+
+    def at_places(self, slot: int, first: int, last: int) -> tuple[Numbers, Words]:
+        """As `of_slot`, of those with places in [first, last); only these cells are looked at. A place does
+        not depend on the size of the slot, so this process can read a slot part after part though it grows
+        meanwhile."""
+        used, address, capacity = int(self.used[slot]), self.addresses[slot], int(self.capacities[slot])
+        ids, words = np.empty(used, np.int64), np.empty(used, np.uint64)
+        keys = self.seed, self.secret
+        found = cell_loops.cells_between(address, capacity, *keys, first, last, ids, words) if used else 0
+        return ids[:found].copy(), words[:found].copy()
 
     def collect(self, slots: Numbers, after: int, version: int) -> CellsOfSlots:
         """Those of slots with stamps in (after, version], in no order that means anything."""
@@ -356,9 +381,13 @@ class Cells:
         ids, words = np.empty(used, np.int64), np.empty(used, np.uint64)
         found = cell_loops.expired(address, capacity, version, ttl, ids, words) if used else 0
         if found:
-            cell_loops.remove(address, capacity, self.seed, ids[:found])
+            cell_loops.remove(address, capacity, self.seed, self.secret, ids[:found])
             self.used[slot] -= found
         return ids[:found].copy(), words[:found].copy()
+
+    def keep_oldest(self, slot: int, version: int) -> int:
+        """Rows of a slot that are older than a stamp can tell are as old as it can tell; how many were."""
+        return int(cell_loops.keep_oldest(self.addresses[slot], int(self.capacities[slot]), version, OLDEST))
 
     def shrink(self, slot: int) -> Iterator[None]:
         """Give memory back if most cells are empty."""
@@ -376,7 +405,8 @@ class Cells:
             self.addresses[slot] = self.capacities[slot] = 0
             return
         self._have(slot, _new_cells(len(ids)))
-        cell_loops.fill(self.addresses[slot], int(self.capacities[slot]), self.seed, ids, words)
+        address, capacity = self.addresses[slot], int(self.capacities[slot])
+        cell_loops.fill(address, capacity, self.seed, self.secret, ids, words)
 
     def take_out(self, slots: Numbers) -> list[Words]:
         """The slots have no ids any more: the cells that they had."""

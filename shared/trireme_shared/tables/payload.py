@@ -75,8 +75,18 @@ def narrowed(values: Rows, dtype: Narrow) -> memoryview:
     """float32 of any shape -> its bytes in a narrower dtype. Raises OverflowError: a value is beyond
     float16."""
     narrow = torch.empty(values.size, dtype=DTYPES[dtype])
+    cast_some(narrow, values.reshape(-1))
+    return narrow_bytes(narrow)
+
+
+def cast_some(narrow: torch.Tensor, values: Rows) -> None:
+    """`narrow` = `values`, float32 (n,). Raises OverflowError: a value is beyond float16."""
     if values.size:
-        cast_into(narrow, torch.from_numpy(values.reshape(-1)))
+        cast_into(narrow, torch.from_numpy(values))
+
+
+def narrow_bytes(narrow: torch.Tensor) -> memoryview:
+    """Of a tensor in a narrow dtype, (n,)."""
     found: memoryview = narrow.view(torch.int16).numpy().data
     return found.cast("B")
 

@@ -61,8 +61,8 @@ class ShardedTable(Table):
         """Rows of these slots, those that are apart, too."""
         return int(self._cells.used[slots].sum())
 
-    def _sweeps(self) -> Iterator[None]:
-        yield from self._sweep_all([slot for slot in self._swept(self.version) if not self.apart[slot]])
+    def _sweeps(self, among: Flags | None = None) -> Iterator[None]:
+        yield from super()._sweeps(~self.apart if among is None else among)
 
     def begin_at(self, version: int) -> None:
         """No rows are its own yet, so what is known of the version before is complete."""
@@ -73,11 +73,12 @@ class ShardedTable(Table):
         if self.sketch is not None:
             self.sketch[slots], self.sketch_stamps[slots] = counts, self.version + 1
 
-    def restamp(self, slots: Flags, later: int) -> None:
-        """Rows of these slots, by so many versions (negative: earlier, at most to version 0)."""
+    def restamp(self, slots: Flags, version: int, later: int) -> None:
+        """Rows of these slots, which are of `version`, by so many versions (negative: earlier, at most to
+        version 0)."""
         cells = self._cells
         for slot in np.flatnonzero(slots & (cells.used > 0)).tolist() if later else ():
-            cell_loops.restamp(cells.addresses[slot], int(cells.capacities[slot]), later)
+            cell_loops.restamp(cells.addresses[slot], int(cells.capacities[slot]), version, later)
         self._forget_oldest(slots)
 
     def join_before(self, changed: RowsOfIds | None) -> None:
@@ -93,18 +94,18 @@ class ShardedTable(Table):
         if gradients is not None:
             yield from self._advance(ids, gradients, lr)
         self.apart[slots] = False
-        yield from self._sweep_all([slot for slot in self._swept(self.version) if slots[slot]])
+        yield from self._sweeps(slots)
 
     # ------------------------------------------------------------ slots that leave
 
     def read_in_parts(self, slot: int, at_once: int) -> Iterator[RowsOfIds]:
-        """The rows of a slot, at most so many at a time, by ranges of their hashes. Steps may be made
+        """The rows of a slot, at most so many at a time, by ranges of their places. Steps may be made
         meanwhile: see the module."""
         first, ranges = 0, -(-int(self._cells.used[slot]) // at_once)
         for number in range(ranges):
             last = HASHES * (number + 1) // ranges
-            rows = self.read_slot(slot, first, last)
-            for some in portions(len(rows), at_once):  # hashes are not spread evenly
+            rows = self._read(*self._cells.at_places(slot, first, last))
+            for some in portions(len(rows), at_once):  # places are not spread evenly
                 yield rows.where(some)
             first = last
 
@@ -187,7 +188,8 @@ class ShardedTable(Table):
             places[fresh] = self._rows.take(len(fresh))
         self._rows.write(places, rows.content)
         words = with_places(rows.words, places)
-        cell_loops.put_words(cells.addresses, cells.capacities, cells.used, cells.seed, rows.ids, words)
+        keys = cells.seed, cells.secret
+        cell_loops.put_words(cells.addresses, cells.capacities, cells.used, *keys, rows.ids, words)
         self._forget_oldest(slots_of(rows.ids, self.spec.seed, self.slot_count))
 
     def remove(self, ids: Numbers) -> None:
@@ -195,7 +197,8 @@ class ShardedTable(Table):
         places, _ = self._find(ids)
         gone, cells = ids[places >= 0], self._cells
         for slot, mine in chosen_by_slot(gone, self.spec.seed, self.slot_count):
-            cell_loops.remove(cells.addresses[slot], int(cells.capacities[slot]), cells.seed, gone[mine])
+            address, capacity = cells.addresses[slot], int(cells.capacities[slot])
+            cell_loops.remove(address, capacity, cells.seed, cells.secret, gone[mine])
             cells.used[slot] -= len(mine)
         self._forget_oldest(slots_of(gone, self.spec.seed, self.slot_count))
         self._rows.give_back(places[places >= 0])
@@ -224,7 +227,7 @@ class ShardedTable(Table):
 
     def _find(self, ids: Numbers) -> tuple[Numbers, Words]:
         places, words = np.empty(len(ids), np.int64), np.empty(len(ids), np.uint64)
-        cell_loops.find_words(
-            self._cells.addresses, self._cells.capacities, self._cells.seed, ids, places, words
-        )
+        cells = self._cells
+        keys = cells.seed, cells.secret
+        cell_loops.find_words(cells.addresses, cells.capacities, *keys, ids, places, words)
         return places, words

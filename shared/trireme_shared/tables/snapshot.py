@@ -23,11 +23,20 @@ from threading import Lock
 import numpy as np
 
 from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.records.layout import LATER_STAMPS, OLDEST
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels import parts
 from trireme_shared.tables.kernels import saving as loops
-from trireme_shared.tables.memory import CellsOfSlots, Floats, Numbers, Words, with_places
-from trireme_shared.tables.table import Flags, RowsOfIds, Table, one_after_the_other, stamps_of
+from trireme_shared.tables.memory import (
+    CellsOfSlots,
+    Floats,
+    Numbers,
+    Words,
+    ages_of,
+    stamps_of,
+    with_places,
+)
+from trireme_shared.tables.table import Flags, RowsOfIds, Table, one_after_the_other
 
 TOGETHER = 32  # slots: few pieces, however many steps
 
@@ -115,8 +124,8 @@ class Overwritten:
             self._loose_bytes += rows.bytes
 
     def _count(self, words: Words) -> Flags:
-        stamps = stamps_of(words)
-        found: Flags = (words != parts.EMPTY) & (stamps <= self._version) & (stamps > self._after)
+        ages = ages_of(words, self._version)
+        found: Flags = (words != parts.EMPTY) & (ages >= 0) & (ages < self._version - self._after)
         return found
 
     def narrow(self, after: int) -> None:
@@ -283,7 +292,7 @@ class TableSnapshot:
         """Any thread may ask, before anything is read. It takes about 50 ms a million rows. None: it is not
         known which rows have left."""
         removed = self._removed.since(since)
-        if removed is None:
+        if removed is None or self.version - since > OLDEST - LATER_STAMPS:  # stamps do not tell
             return None
         ttl, counts, expired = self.spec.evict_after_steps, np.zeros_like(self._counts), []
         for slot in np.flatnonzero(self._counts).tolist():
@@ -292,12 +301,11 @@ class TableSnapshot:
             kept = self._kept.of(slot)
             if len(kept) == self._counts[slot]:
                 ids, words = ids[:0], words[:0]  # see `merge`
-            kept = kept.where(~np.isin(kept.ids, ids[stamps_of(words) <= self.version]))
-            stamps = stamps_of(words)
+            stamps = stamps_of(words, self.version)
             ids, stamps = ids[stamps <= self.version], stamps[stamps <= self.version]
-            ids, stamps = (
-                np.concatenate(each) for each in ([ids, kept.ids], [stamps, stamps_of(kept.words)])
-            )
+            kept = kept.where(~np.isin(kept.ids, ids))
+            kept_stamps = stamps_of(kept.words, self.version)
+            ids, stamps = (np.concatenate(each) for each in ([ids, kept.ids], [stamps, kept_stamps]))
             counts[slot] = np.count_nonzero(stamps > since)
             if ttl is not None:
                 expired.append(
@@ -437,10 +445,10 @@ def to_records(rows: RowsOfIds) -> Numbers:
 
 
 def from_records(records: Numbers, width: int, later: int = 0) -> RowsOfIds:
-    """`later`: by so many versions than they were stamped."""
-    content = np.ascontiguousarray(records.view(np.float32)[:, 4 : 4 + width])
+    """Copies. `later`: by so many versions than they were stamped."""
+    content = records.view(np.float32)[:, 4 : 4 + width].copy()
     words = records[:, 1].copy().view(np.uint64) + (np.uint64(later) << parts.STAMP_SHIFT)
-    return RowsOfIds(np.ascontiguousarray(records[:, 0]), words, content)
+    return RowsOfIds(records[:, 0].copy(), words, content)
 
 
 class Chain:
@@ -453,10 +461,17 @@ class Chain:
     def __init__(self) -> None:
         self._newer = np.empty(0, np.int64)  # ascending
         self._here: list[Numbers] = []
+        self._older = False
 
-    def rows(self, rows: RowsOfIds) -> RowsOfIds:
-        """Those of this part that no newer part tells of."""
-        self._here.append(rows.ids)
+    @property
+    def is_one(self) -> bool:
+        """Whether no part was seen before this one."""
+        return not self._older
+
+    def rows(self, rows: RowsOfIds, *, last: bool = False) -> RowsOfIds:
+        """Those of this part that no newer part tells of. `last`: no older one follows."""
+        if not last:
+            self._here.append(rows.ids)
         return rows.where(self._is_new(rows.ids)) if len(self._newer) else rows
 
     def gone(self, ids: Numbers) -> Numbers:
@@ -468,6 +483,7 @@ class Chain:
     def next_older(self) -> None:
         """All of this part was seen."""
         self._newer, self._here = np.unique(np.concatenate([self._newer, *self._here])), []
+        self._older = True
 
     def _is_new(self, ids: Numbers) -> Flags:
         if not len(self._newer):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +25,12 @@ from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableS
 from trireme_shared.tables.grouping import Pieces
 from trireme_shared.tables.hashing import slots_of
 from trireme_shared.tables.kernels import cells as cell_loops
-from trireme_shared.tables.kernels import parts
 from trireme_shared.tables.kernels import rows as row_loops
 from trireme_shared.tables.leaving import (
     Counts,
     Oldest,
     RemovedIds,
+    aged,
     forget_counts,
     shared_out,
     swept,
@@ -45,6 +45,7 @@ from trireme_shared.tables.memory import (
     Numbers,
     Rows,
     Words,
+    ages_of,
     places_of,
     portions,
     rows_at_once,
@@ -79,15 +80,10 @@ class RowsOfIds:
         return RowsOfIds(self.ids.take(places), self.words.take(places), self.content.take(places, axis=0))
 
 
-def stamps_of(words: Words) -> Numbers:
-    """The version in which each row was changed last."""
-    return (words >> parts.STAMP_SHIFT).astype(np.int64)
-
-
 def living(rows: RowsOfIds, spec: TableSpec, version: int) -> RowsOfIds:
     """Those that are not expired at `version`."""
     limit = spec.evict_after_steps
-    return rows if limit is None else rows.where(version - stamps_of(rows.words) <= limit)
+    return rows if limit is None else rows.where(ages_of(rows.words, version) <= limit)
 
 
 def one_after_the_other(parts: list[RowsOfIds], width: int) -> RowsOfIds:
@@ -106,27 +102,15 @@ def joined(parts: list[RowsOfIds], width: int) -> RowsOfIds:
     return found.where(np.argsort(found.ids, kind="stable")) if len(parts) > 1 else found
 
 
-def chosen_by_slot(
-    ids: Numbers, seed: int, slot_count: int, together: int = 1
-) -> Iterator[tuple[int, Numbers]]:
-    """Of each slot (or of so many `together`) that has some of the ids: which of them, in their order. Slots
-    ascend."""
+def chosen_by_slot(ids: Numbers, seed: int, slot_count: int) -> Iterator[tuple[int, Numbers]]:
+    """Of each slot that has some of the ids: which of them, in their order. Slots ascend."""
     if not len(ids):
         return
-    slots = slots_of(ids, seed, slot_count) // together
+    slots = slots_of(ids, seed, slot_count)
     # these faster
     order = np.argsort(slots if slot_count > 1 << 16 else slots.astype(np.uint16), kind="stable")
     numbers, starts = np.unique(slots[order], return_index=True)
     yield from zip(numbers.tolist(), np.split(order, starts[1:]), strict=True)
-
-
-def by_slot(
-    rows: RowsOfIds, seed: int, slot_count: int, together: int = 1
-) -> Iterator[tuple[int, RowsOfIds]]:
-    """The rows of each slot (or of so many `together`) that has some, slots ascending, in the order that they
-    have in `rows`."""
-    for slot, chosen in chosen_by_slot(rows.ids, seed, slot_count, together):
-        yield slot, rows.where(chosen)
 
 
 class Table:
@@ -212,6 +196,7 @@ class Table:
             rows.shift,
             rows.width,
             cells.seed,
+            cells.secret,
             ids,
             wanted,
             self._ttl,
@@ -233,7 +218,7 @@ class Table:
 
     def _lives(self, words: Words, version: int) -> Flags:
         lives: Flags = words != 0
-        return lives if self._ttl < 0 else lives & (version - stamps_of(words) <= self._ttl)
+        return lives if self._ttl < 0 else lives & (ages_of(words, version) <= self._ttl)
 
     # ------------------------------------------------------------ a step
 
@@ -258,7 +243,8 @@ class Table:
                 return (yield from self._rows.reserve_in_turns(n))
         for some in portions(n):
             own, found, admitted = ids[some], places[some], self._admitted[some]
-            cell_loops.look(cells.addresses, cells.capacities, cells.seed, own, wanted, found)
+            keys = cells.seed, cells.secret
+            cell_loops.look(cells.addresses, cells.capacities, *keys, own, wanted, found)
             if self.sketch is not None:
                 cell_loops.admit(
                     self.sketch,
@@ -315,6 +301,7 @@ class Table:
                 cells.addresses,
                 cells.capacities,
                 cells.seed,
+                cells.secret,
                 ids[some],
                 self.version,
                 places[some],
@@ -407,16 +394,24 @@ class Table:
         alone."""
         return () if self._ttl < 0 else swept(version, self._ttl, self.slot_count)
 
-    def _sweeps(self) -> Iterator[None]:
-        """Each step gives back the memory of expired rows of some slots."""
-        yield from self._sweep_all(self._swept(self.version))
-
-    def _sweep_all(self, slots: Iterable[int]) -> Iterator[None]:
-        for slot in slots:
-            if self._cells.used[slot]:
+    def _sweeps(self, among: Flags | None = None) -> Iterator[None]:
+        """Each step gives back the memory of expired rows of some slots, and looks after the stamps of one
+        now and then. `among`: of these slots alone, bool (slots,)."""
+        for slot in self._swept(self.version):
+            if self._cells.used[slot] and (among is None or among[slot]):
                 self.sweep(slot)
                 yield
                 yield from self._cells.shrink(slot)
+        for slot in aged(self.version, self.slot_count):
+            if self._cells.used[slot] and (among is None or among[slot]):
+                self.keep_oldest(slot)
+                yield
+
+    def keep_oldest(self, slot: int) -> None:
+        """Stamps are numbers of steps modulo STAMPS: no row of the slot may come to look like one that was
+        changed lately."""
+        if self._cells.keep_oldest(slot, self.version) and self._oldest is not None:
+            self._oldest.forget(slot)
 
     def sweep(self, slot: int) -> int:
         """Give back the memory of rows that are expired at both versions; answers how many."""
@@ -434,7 +429,10 @@ class Table:
 
     def read_slot(self, slot: int, first: int = 0, last: int = HASHES) -> RowsOfIds:
         """Copies of its rows at the newest version, of those with hashes [first, last)."""
-        ids, words = self._cells.of_slot(slot, first, last)
+        return self._read(*self._cells.of_slot(slot, first, last))
+
+    def _read(self, ids: Numbers, words: Words) -> RowsOfIds:
+        """Copies."""
         order = np.argsort(ids)
         ids, words = ids[order], words[order]
         return RowsOfIds(ids, words, self._rows.read(places_of(words)))
@@ -451,11 +449,11 @@ class Table:
         """Rows of slots that have none yet, as they were read elsewhere."""
         self.removed.lose(self.version)
         self._rows.reserve(len(rows))
-        for slot, mine in by_slot(rows, self.spec.seed, self.slot_count):
-            places = self._rows.take(len(mine))
-            words = with_places(mine.words, places)
-            self._rows.write(places, mine.content)
-            self._cells.replace(slot, mine.ids, words)
+        places = self._rows.take(len(rows))
+        self._rows.write(places, rows.content)
+        words = with_places(rows.words, places)
+        for slot, chosen in chosen_by_slot(rows.ids, self.spec.seed, self.slot_count):
+            self._cells.replace(slot, rows.ids[chosen], words[chosen])
             if self._oldest is not None:
                 self._oldest.forget(slot)
 

@@ -20,6 +20,6 @@ async def lookup(pserver: BlockServer, request: LookupRequest, payload: memoryvi
         while (found := opened.answer()) is None:
             await event_within(woken, opened.deadline - clock.monotonic())
             woken.clear()
-        return found
+        return found if isinstance(found, LookupEnd) else found[0]
     finally:
         opened.close()

@@ -125,7 +125,7 @@ ASKED = {
         "/v1/checkpoints/at-40/restore", None, _operations, ["RESTORE_CHECKPOINT"], "saved",
         moves="operation_id",
     ),
-    "createResize": Asked(*RESIZE, _operations, ["RESIZE"], "saved", moves="resize_id"),
+    "createResize": Asked(*RESIZE, _operations, ["RESIZE"], "saved", moves="operation_id"),
     "cancelResize": Asked(
         "/v1/resizes/{resize_id}/cancel",
         None,
@@ -275,7 +275,7 @@ async def begin(world: World, master: Any, asked: Asked) -> str:
             await post(master, path.format(**names), body, body.get("request", f"first-{number}"))
         ).json()
         names |= {"task": answer["task"]["task_id"]} if answer.get("task") else {}
-        names |= {"resize_id": answer["resize_id"]} if "resize_id" in answer else {}
+        names |= {"resize_id": answer["operation_id"]} if "operation_id" in answer else {}
     world.cluster.dead.add("http://t2")
     return asked.path.format(**names)
 

@@ -39,6 +39,7 @@ def test_a_schedule_is_created_shown_and_deleted_by_rest() -> None:
             }
             created = await client.post("/v1/schedules", json=body, headers={"Idempotency-Key": "once"})
             assert created.status_code == 201, created.text
+            assert created.headers["location"] == "/v1/schedules/night"
             shown = created.json()
             assert (shown["name"], shown["cron"], shown["concurrency"]) == ("night", "30 2 * * *", "forbid")
             assert shown["next_time"][11:16] in ("00:30", "01:30")
@@ -71,14 +72,21 @@ def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
             }
             created = await client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
             assert created.status_code == 201, created.text
+            assert created.headers["location"] == "/v1/jobs/a"
             shown = created.json()
             assert (shown["job"], shown["state"], shown["scheduling"]["priority"]) == ("a", "QUEUED", 7)
             again = await client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
             assert again.json()["create_time"] == shown["create_time"]
             whole = (await client.get("/v1/jobs/a")).json()
-            assert (whole["phase"], whole["standing"]) == ("QUEUED", "QUEUED")
-            assert whole["spec"]["script"] == Source(**source).script
-            assert whole["spec"]["storage"] == "memory://cluster/a"
+            assert (whole["state"], whole["standing"]) == ("QUEUED", "QUEUED")
+            assert whole["script"] == Source(**source).script
+            assert whole["storage"] == "memory://cluster/a"
+            assert {
+                name: whole["settings"][name] for name in SETTINGS if name != "dataset"
+            }.items() <= SETTINGS.items()
+            assert shown == again.json(), "also the settings, which are not kept with the key"
+            assert shown.keys() == whole.keys()
+            assert shown["settings"] == whole["settings"]
             stored = (await client.get("/v1/jobs/a/source")).json()
             assert stored["text"] == source["text"]
             check_problem(await client.get("/v1/jobs/a/tasks"), 409, "CONFLICT")
@@ -92,9 +100,11 @@ def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
                 await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
                 await until(lambda: not leader.term.jobs, "its term to end")
             listed = (await client.get("/v1/jobs", params={"state": "COMPLETED"})).json()["jobs"]
-            assert [job["job"] for job in listed] == ["a"]
+            assert [(job["job"], job["state"]) for job in listed] == [("a", "COMPLETED")]
+            assert listed[0].keys() == whole.keys()
             assert (await client.get("/v1/jobs", params={"state": "QUEUED"})).json()["jobs"] == []
-            assert (await client.delete("/v1/jobs/a")).status_code == 200
+            begun = await client.delete("/v1/jobs/a", params={"wait_s": 10})
+            assert (begun.status_code, begun.json()["state"]) == (202, "DONE")
             check_problem(await client.get("/v1/jobs/a"), 404, "NOT_FOUND")
 
     run_virtually(main)
@@ -111,20 +121,12 @@ def test_a_job_counts_processes_that_have_registered_and_not_those_that_run() ->
             await asyncio.sleep(1.0)
             [job] = (await client.get("/v1/jobs")).json()["jobs"]
             assert job["reason"] == "waiting for 1 of 1 parameter servers to register"
-            assert job["members"] == {
-                "trainers": 1,
-                "trainers_running": 1,
-                "pservers": 1,
-                "pservers_running": 0,
-            }
+            registered = {"trainers": 1, "trainers_desired": 1, "pservers": 0, "pservers_desired": 1}
+            assert job["members"] == registered
             await asyncio.sleep(1.2)
             [job] = (await client.get("/v1/jobs")).json()["jobs"]
-            assert job["members"] == {
-                "trainers": 1,
-                "trainers_running": 1,
-                "pservers": 1,
-                "pservers_running": 1,
-            }
+            assert job["members"] == registered | {"pservers": 1}
+            assert (await client.get("/v1/jobs/a")).json()["members"] == job["members"]
 
     run_virtually(main)
 
@@ -289,7 +291,7 @@ def test_a_job_whose_trackers_cannot_work_is_refused_without_showing_credentials
             assert "hunter2" not in secret
             made = await client.post("/v1/jobs", json=wanted("a", settings={**SETTINGS, "trackers": ["csv"]}))
             assert made.status_code == 201, made.text
-            [tracker] = (await client.get("/v1/jobs/a")).json()["spec"]["trackers"]
+            [tracker] = (await client.get("/v1/jobs/a")).json()["settings"]["trackers"]
             assert tracker["kind"] == "csv"
 
     run_virtually(main)

@@ -67,7 +67,7 @@ def test_states_in_answers_may_get_new_values():
         if "x-extensible-enum" in str(value)
     }
     assert {
-        "ClusterJobView.standing",
+        "JobView.stage",
         "Operation.state",
         "Operation.kind",
         "ResizeView.phase",

@@ -206,6 +206,8 @@ def test_lanes_wait_for_a_trainer_that_was_refused_or_does_not_begin() -> None:
             "LANES_NOT_STARTED",
             True,
         )
+        assert "They must reach each other and the master at " in text(told)
+        assert "TRIREME_ADVERTISE" in told["hints"][-1]
         for lane in (0, 1):
             await take(cluster, master, "t1", stream=lane)
         await asyncio.sleep(LONG_S)

@@ -4,6 +4,7 @@ the pages for people."""
 from __future__ import annotations
 
 import asyncio
+import gzip
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from master_service.api.app import make_api
 from master_service.api.openapi.document import operations
 from master_service.api.openapi.documentation import FILES
 from master_service.api.problems import problem_of, problem_response
+from master_service.api.render import token_of
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, leading, spec_of
@@ -49,6 +51,52 @@ async def test_every_path_answers_options_and_names_all_its_methods() -> None:
             wrong = await client.request("PATCH", of_one_job(path))
             check_problem(wrong, 405, "METHOD_NOT_ALLOWED")
             assert wrong.headers["allow"] == expected, path
+
+
+def test_streams_name_their_methods_and_parameters_too() -> None:
+    """They are beside the document: `Allow` was empty."""
+
+    async def main() -> None:
+        async with Jobs().leading() as leader, client_of(leader) as client:
+            for path in (
+                "/v1/jobs/a/events/stream",
+                "/v1/jobs/a/logs/trainer-0/stream",
+                "/v1/cluster/events/stream",
+                "/v1/events/stream",
+                "/dashboard/app.js",
+                "/openapi.json",
+            ):
+                refused = await client.post(path)
+                check_problem(refused, 405, "METHOD_NOT_ALLOWED")
+                assert refused.headers["allow"] == "GET, HEAD, OPTIONS", path
+                assert (await client.options(path)).headers["allow"] == "GET, HEAD, OPTIONS", path
+            check_problem(await client.get("/v1/jobs/a/events/stream?aftr=1"), 422, "INVALID_ARGUMENT")
+            check_problem(await client.get("/v1/jobs/a/events/stream?after=1"), 404, "NOT_FOUND")
+
+    run_virtually(main)
+
+
+async def test_a_jobs_own_master_has_no_paths_of_a_cluster() -> None:
+    async with api() as client:
+        for path in ("/v1/cluster/events/stream", "/v1/cluster/events", "/v1/pool"):
+            check_problem(await client.options(path), 404, "NOT_FOUND")
+
+
+async def test_the_document_is_served_small() -> None:
+    """It was 293 KB in lines, and not compressed."""
+    async with api() as client:
+        sent = await client.send(client.build_request("GET", "/openapi.json"), stream=True)
+        packed = b"".join([part async for part in sent.aiter_raw()])
+        plain = await client.get("/openapi.json", headers={"Accept-Encoding": "gzip;q=0, br"})
+        assert (sent.headers["content-encoding"], sent.headers["vary"]) == ("gzip", "Accept-Encoding")
+        assert "content-encoding" not in plain.headers
+        assert gzip.decompress(packed) == plain.content
+        assert b"\n " not in plain.content
+        assert len(packed) < 40_000 < len(plain.content) < 220_000
+        assert sent.headers["etag"] != plain.headers["etag"], "they are other bytes"
+        relative, absolute = plain.json()["servers"]
+        assert relative["url"] == "."
+        assert absolute["variables"]["port"]["default"] == "8470"
 
 
 async def test_head_is_get_without_the_body() -> None:
@@ -99,10 +147,12 @@ async def test_unknown_query_parameters_and_repeated_ones_are_refused() -> None:
         ask = {"trainer": "t", "request": "r", "generation": 1}
         check_problem(await client.post("/v1/task-leases?wait=1", json=ask), 422, "INVALID_ARGUMENT")
         assert (await client.get("/v1/tasks?page_size=1&state=TODO")).status_code == 200
-        for token in ("x", "-1", "1" * 19, "\uff11"):
-            check_problem(
-                await client.get("/v1/tasks", params={"page_token": token}), 422, "INVALID_ARGUMENT"
-            )
+        for token in ("x", "-1", "1" * 19, token_of("a"), token_of(-1), token_of(1, 2), "Wy" * 1000):
+            refused = await client.get("/v1/tasks", params={"page_token": token})
+            assert "next_page_token" in check_problem(refused, 400, "INVALID_ARGUMENT")["detail"], token
+        for token in ("\uff11", "W" * 3001):
+            refused = await client.get("/v1/tasks", params={"page_token": token})
+            check_problem(refused, 422, "INVALID_ARGUMENT")
 
 
 async def test_what_may_succeed_later_says_when_to_ask_again() -> None:

@@ -15,7 +15,16 @@ from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem
-from tests.master_service.api.requests_by_key import ASKED, WANTED, Asked, World, begin, post, shown
+from tests.master_service.api.requests_by_key import (
+    ASKED,
+    WANTED,
+    Asked,
+    World,
+    begin,
+    client_of,
+    post,
+    shown,
+)
 from trireme_shared.protocol.records.operations import KeptAnswer
 from trireme_shared.protocol.times import rfc3339
 
@@ -32,6 +41,7 @@ async def killed(asked: Asked, turns: int) -> bool:
         await until(lambda: call.done() or process.dead, "the request to end")
         answered = call.done()
         answers = [shown(asked, call.result())] if answered else []
+        process.last_turn = None  # its end takes turns, too
         process.kill()
         async with world.leading("m2") as second:
             answers += [shown(asked, await post(second, path, asked.body)) for _ in range(2)]
@@ -106,8 +116,35 @@ def test_the_same_request_in_other_words_has_the_same_answer() -> None:
                 ("/v1/checkpoints?wait_s=0", {"cause": "x", "limit_s": 60.0}),
             ):
                 assert (await post(master, path, body)).json() == first.json()
-            check_problem(await post(master, "/v1/resizes", {"trainers": 3}), 422, "IDEMPOTENCY_KEY_REUSED")
+            check_problem(
+                await post(master, "/v1/checkpoints", {"cause": "y"}), 422, "IDEMPOTENCY_KEY_REUSED"
+            )
             assert len(master.job.operations.records) == 1
+
+    run_virtually(main)
+
+
+def test_each_token_has_keys_of_its_own_for_each_operation() -> None:
+    """A key that somebody else had taken was refused, and told that it had been used."""
+
+    async def main() -> None:
+        world = World("saved")
+        await world.prepare()
+        async with world.leading("m1") as master, client_of(master) as client:
+
+            async def asked(token: str, path: str, cause: str) -> str:
+                headers = {"Idempotency-Key": "1", "Authorization": f"Bearer {token}"}
+                answer = await client.post(path, json={"cause": cause}, headers=headers)
+                assert answer.status_code == 202, answer.text
+                return str(answer.json()["operation_id"])
+
+            mine = await asked("mine", "/v1/checkpoints", "x")
+            theirs = await asked("theirs", "/v1/checkpoints", "y")
+            verified = await asked("mine", "/v1/checkpoints/at-40/verify", "")
+            assert len({mine, theirs, verified}) == 3
+            assert await asked("mine", "/v1/checkpoints", "x") == mine
+            kinds = [each.kind for each in master.job.operations.records.values()]
+            assert sorted(kinds) == ["CREATE_CHECKPOINT", "CREATE_CHECKPOINT", "VERIFY_CHECKPOINT"]
 
     run_virtually(main)
 

@@ -26,25 +26,26 @@ def test_a_resize_is_accepted_found_listed_and_cancelled() -> None:
         before = master.job.spec.trainers
         asked = await client.post("/v1/resizes", json={"trainers": 3}, headers={"Idempotency-Key": "k"})
         assert asked.status_code == 202
-        view = asked.json()
-        assert asked.headers["Location"] == f"/v1/jobs/j/resizes/{view['resize_id']}"
-        assert (view["phase"], view["state"], view["trainers"]) == ("PLANNED", "RUNNING", 3)
+        begun = asked.json()
+        resize_id = begun["operation_id"]
+        assert asked.headers["Location"] == f"/v1/jobs/j/operations/{resize_id}"
+        assert (begun["kind"], begun["state"], begun["resize"]["trainers"]) == ("RESIZE", "RUNNING", 3)
+        place = f"/v1/jobs/j/resizes/{resize_id}"
         again = await client.post("/v1/resizes", json={"trainers": 3}, headers={"Idempotency-Key": "k"})
-        assert again.json()["resize_id"] == view["resize_id"]
-        found = (await client.get(asked.headers["Location"], params={"wait_s": 2})).json()
+        assert again.json()["operation_id"] == resize_id
+        found = (await client.get(place, params={"wait_s": 2})).json()
         assert found["phase"] == "STARTING"
         assert "3 trainers" in found["reason"]
         assert master.job.spec.trainers == 3
-        assert [each["resize_id"] for each in (await client.get("/v1/resizes")).json()["resizes"]] == [
-            view["resize_id"]
-        ]
-        operation = (await client.get(f"/v1/operations/{view['resize_id']}")).json()
+        listed = (await client.get("/v1/resizes")).json()["resizes"]
+        assert [each["resize_id"] for each in listed] == [resize_id]
+        operation = (await client.get(asked.headers["Location"])).json()
         assert (operation["kind"], operation["resize"]["trainers"]) == ("RESIZE", 3)
         check_problem(await client.post("/v1/resizes", json={"trainers": 2}), 409, "CONFLICT")
-        cancelled = (await client.post(f"{asked.headers['Location']}/cancel")).json()
+        cancelled = (await client.post(f"{place}/cancel")).json()
         assert (cancelled["phase"], cancelled["state"]) == ("CANCELLED", "FAILED")
         assert master.job.spec.trainers == before
-        check_problem(await client.post(f"{asked.headers['Location']}/cancel"), 409, "CONFLICT")
+        check_problem(await client.post(f"{place}/cancel"), 409, "CONFLICT")
 
     with_client(check, lanes=4)
 

@@ -69,12 +69,8 @@ async def test_the_job_tells_state_progress_and_members() -> None:
             told = await client.post("/v1/metric-batches", json={"trainer": "t1", "steps": [step]})
             assert told.json() == {"next": 0, "stored": 0, "kept": True}, "no whole steps"
         job = (await client.get("/v1/job")).json()
-        assert (job["phase"], job["stage"], job["generation"], job["mode"]) == (
-            "RUNNING",
-            "TRAIN",
-            1,
-            "async",
-        )
+        assert (job["state"], job["phase"], job["standing"]) == ("RUNNING", "RUNNING", "")
+        assert (job["stage"], job["generation"], job["mode"]) == ("TRAIN", 1, "async")
         assert job["members"] == {"trainers": 1, "trainers_desired": 2, "pservers": 1, "pservers_desired": 1}
         assert job["master"] == {"master_id": master.name, "url": "http://m1", "term": master.term.number}
         progress = job["progress"]
@@ -200,7 +196,7 @@ async def test_problems_have_one_shape() -> None:
             "body.generation",
         ]
         check_problem(await client.post("/v1/task-leases", content=b"{not json"), 422, "INVALID_ARGUMENT")
-        check_problem(await client.get("/v1/tasks?page_token=x"), 422, "INVALID_ARGUMENT")
+        check_problem(await client.get("/v1/tasks?page_token=x"), 400, "INVALID_ARGUMENT")
         check_problem(await client.get("/v1/tasks?page_size=0"), 422, "INVALID_ARGUMENT")
         check_problem(await client.get("/v1/tasks?kind=EVALUATE"), 404, "NOT_FOUND")
         check_problem(await client.get("/v1/metrics?metric=x"), 404, "NOT_FOUND")

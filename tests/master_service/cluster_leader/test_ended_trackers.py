@@ -98,3 +98,19 @@ async def test_a_job_that_is_deleted_or_still_led_is_left_alone(
     looks: list[int] = []
     await Leader(tmp_path, "csv", **reason).until(lambda: looks.append(len(followers())) or len(looks) > 10)
     assert (max(looks), (tmp_path / "trackers").exists()) == (0, False)
+
+
+async def test_a_storage_that_raises_anything_ends_only_the_turn_of_its_job(tmp_path: Path) -> None:
+    class LibraryError(Exception):
+        """Neither an OSError nor one of ours."""
+
+    leader, tries = Leader(tmp_path, "csv"), list[int]()
+
+    def storage(spec: Any) -> FileStorage:
+        tries.append(1)
+        raise LibraryError("surprise")
+
+    leader.storage = storage  # type: ignore[method-assign, assignment]
+    await leader.until(lambda: len(tries) == module.ATTEMPTS)
+    assert [event.name for event in leader.events] == ["tracker_given_up"]
+    assert "LibraryError: surprise" in leader.events[0].message

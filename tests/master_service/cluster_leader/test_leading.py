@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from master_service.cluster import leader as leader_module
 from master_service.cluster.leader import ClusterMaster
+from master_service.core.decisions import cluster_jobs
+from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import Conflict, NotFound, NotLeader
+from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.cluster import JobSchedule, Source, Standing
 from trireme_shared.protocol.times import instant
 
@@ -278,5 +283,86 @@ def test_a_job_whose_leading_meets_a_bug_is_led_anew() -> None:
             await until(lambda: leader.term.jobs.get("a", first) is not first, "another attempt")
             jobs.storage.error = None
             await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
+
+    run_virtually(main)
+
+
+def test_a_request_that_its_caller_gives_up_in_mid_transaction_leaves_the_term_as_it_is() -> None:
+    """REST gives a call up after 8 s. The writer was cancelled between its write and the answer, so the next
+    write was refused, and the term of all jobs was over."""
+
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading() as leader:
+            term = leader.term
+
+            async def create(name: str) -> None:
+                stamp = clock.timestamp()
+                await term.writer.decide(
+                    lambda state, _: cluster_jobs.create(state, job_of(name), None, stamp)
+                )
+
+            for turns in range(12):
+                asking = asyncio.ensure_future(create(f"given-up-{turns}"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                await asyncio.wait([asking])
+            jobs.simulated.freeze()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await create("unanswered")
+            jobs.simulated.thaw()
+            await leader.create_job(job_of("b"), None)
+            assert leader.term is term
+            assert {"unanswered", "b"} <= set(leader.state.jobs)
+            assert await jobs.job("unanswered") is not None
+            for name in leader.state.jobs:
+                assert await jobs.job(name) is not None
+
+    run_virtually(main)
+
+
+def test_a_job_that_cannot_be_led_is_failed_alone_with_the_error() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+
+        def storage(spec: JobSpec) -> Any:
+            if spec.job == "poisoned":
+                raise OverflowError("surprise")
+            return jobs.storage
+
+        async with jobs.leading() as leader, jobs.pool(2, 2):
+            leader.storage, term = storage, leader.term
+            await leader.create_job(job_of("poisoned"), None)
+            await leader.create_job(job_of("b"), None)
+            await until(lambda: leader.state.job("b").standing is Standing.COMPLETED, "the other one", 600)
+            await until(lambda: leader.state.job("poisoned").standing is Standing.FAILED, "an end", 3000)
+            assert "8 times in a row, the last time with OverflowError: surprise" in (
+                leader.state.job("poisoned").reason
+            )
+            assert leader.term is term
+            told = [event for event in leader.events.after(0, 1000) if event.name == "leader_part_failed"]
+            assert "leading job poisoned failed" in told[0].message
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("error", [OverflowError("surprise"), ValueError("surprise")])
+def test_a_leader_that_cannot_take_over_steps_down_and_tries_again(error: Exception) -> None:
+    async def main() -> None:
+        jobs, times = Jobs(), list[float]()
+
+        async def fail(*given: Any) -> Any:
+            times.append(clock.monotonic())
+            if len(times) < 4:
+                raise error
+            return await take_over(*given)
+
+        take_over = leader_module.take_over
+        with replaced(leader_module, "take_over", fail):
+            async with jobs.leading() as leader:
+                assert leader.term.lock.lease.alive
+        assert len(times) == 4
 
     run_virtually(main)

@@ -103,7 +103,7 @@ def test_a_job_has_what_is_idle_again_after_a_resize_was_cancelled() -> None:
             await until(lambda: trains_with(leader, 3), "three trainers")
             asked = (await client.post("/v1/jobs/a/resizes", json={"trainers": 4})).json()
             await until(lambda: leader.state.job("a").trainers == 4, "the pool to follow", 30)
-            cancelled = await client.post(f"/v1/jobs/a/resizes/{asked['resize_id']}/cancel")
+            cancelled = await client.post(f"/v1/jobs/a/resizes/{asked['operation_id']}/cancel")
             assert cancelled.status_code == 200, cancelled.text
             await until(lambda: leader.state.job("a").trainers is None, "the cap to go", 30)
             assert trains_with(leader, 3)
@@ -119,7 +119,7 @@ def test_a_resize_says_which_job_has_the_trainers_that_it_waits_for() -> None:
             await leader.create_job(job_of("b", {"priority": 80, "min_trainers": 2}, mode=Mode.ASYNC), None)
             await until(lambda: trains_with(leader, 1), "one trainer", 60)
             asked = (await client.post("/v1/jobs/a/resizes", json={"trainers": 3})).json()
-            path = f"/v1/jobs/a/resizes/{asked['resize_id']}"
+            path = f"/v1/jobs/a/resizes/{asked['operation_id']}"
             said = "; the pool has 3 trainers; job b of a higher priority (80, here 50) has 2"
             async with asyncio.timeout(30):
                 while not (now := (await client.get(path)).json())["reason"].endswith(said):
@@ -137,4 +137,4 @@ def test_a_resize_says_which_job_has_the_trainers_that_it_waits_for() -> None:
 
 
 def ended(leader: ClusterMaster, asked: dict):
-    return leader.find("a").job.operations.find(asked["resize_id"])
+    return leader.find("a").job.operations.find(asked["operation_id"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
+from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import Conflict, StorageUnreachable
 from trireme_shared.protocol.records.cluster import Standing
 
@@ -95,5 +97,42 @@ def test_a_deletion_is_answered_also_if_its_files_take_longer_than_the_leader_wa
             assert first.job == second.job == "a"
             assert not leader.state.jobs
             assert removed == ["a"]
+
+    run_virtually(main)
+
+
+class LibraryError(Exception):
+    """What a storage's library raises: neither an OSError nor one of ours."""
+
+
+@pytest.mark.parametrize("error", [LibraryError("surprise"), OverflowError("too large"), OSError("no route")])
+def test_a_storage_that_raises_anything_does_not_end_the_leader_and_its_job_is_deleted_later(
+    error: Exception,
+) -> None:
+    """The wish to delete is in etcd: each leader in turn met the error, and ended."""
+
+    async def main() -> None:
+        jobs, tries = Jobs(), list[float]()
+
+        async def remove(spec: Any) -> None:
+            tries.append(clock.monotonic())
+            if spec.job == "a" and len(tries) < 4:
+                raise error
+
+        async with jobs.leading(remove_files=remove) as leader:
+            term = leader.term
+            await leader.create_job(in_storage("a"), None)
+            await leader.cancel_job("a")
+            with pytest.raises(type(error)):
+                await leader.delete_job("a")
+            await until(lambda: not leader.state.jobs, "the job to be deleted after all", 1000)
+            assert leader.term is term
+            _, second, third = (later - before for before, later in pairwise(tries))
+            assert third > 1.5 * second, "each time later"
+            told = [
+                event.message for event in leader.events.after(0, 1000) if event.name == "job_not_deleted"
+            ]
+            assert len(told) == 2
+            assert f"{type(error).__name__}: {error}" in told[0]
 
     run_virtually(main)

@@ -191,7 +191,7 @@ def test_who_fetches_the_parameters_is_no_member_and_is_told() -> None:
                 "pservers": 0,
                 "pservers_desired": 0,
             }
-            assert (job["phase"], job["spec"]["strategy"]) == ("RUNNING", "collective")
+            assert (job["state"], job["settings"]["strategy"]) == ("RUNNING", "collective")
             assert not any("parameter server" in text(cause) for cause in [await explained(master)])
 
     run_virtually(main)
@@ -321,7 +321,7 @@ async def resize(master: Master, **numbers: int) -> str:
     async with client_of(master) as client:
         answer = await client.post("/v1/resizes", json=numbers)
         assert answer.status_code in (200, 201, 202), answer.text
-        return str(answer.json()["resize_id"])
+        return str(answer.json()["operation_id"])
 
 
 def test_a_resize_that_is_cancelled_wants_as_many_trainers_as_before() -> None:

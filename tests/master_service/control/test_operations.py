@@ -213,9 +213,9 @@ def test_the_job_goes_back_to_a_named_checkpoint_and_a_later_loss_does_not_take_
             assert [
                 (c.checkpoint_id, c.state) for c in render.checkpoints(master.job, 100, "").checkpoints
             ] == [
-                ("at-40", "LEFT"),
                 ("at-30", "KEPT"),
                 ("at-20", "KEPT"),
+                ("at-40", "LEFT"),
             ]
             await cluster.lose("pserver-1")
             await rolling_back(master, "at-30")
@@ -329,9 +329,11 @@ async def test_rest_answers_202_with_the_operation_and_where_to_ask_for_it() -> 
         check_problem(await client.get("/v1/operations/nothing"), 404, "NOT_FOUND")
         gone = check_problem(await client.post("/v1/checkpoints/nothing/restore"), 404, "NOT_FOUND")
         assert gone["details"] == {"checkpoints": ["at-12"]}
-        clashing = await client.post("/v1/checkpoints/at-12/verify", headers=headers)
+        clashing = await client.post("/v1/checkpoints", json={}, headers=headers)
         clash = check_problem(clashing, 422, "IDEMPOTENCY_KEY_REUSED")
-        assert "asked for createCheckpoint before, now for verifyCheckpoint" in clash["detail"]
+        assert "asked for createCheckpoint with other values before" in clash["detail"]
+        other = await client.post("/v1/checkpoints/at-12/verify?wait_s=5", headers=headers)
+        assert other.json()["state"] == "DONE", "each operation has keys of its own"
         back = await client.post("/v1/checkpoints/at-12/restore")
         assert (back.status_code, back.json()["kind"]) == (202, OperationKind.RESTORE_CHECKPOINT)
         await rolling_back(master, "at-12")

@@ -118,4 +118,4 @@ def deleted(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     """The deletion of a job that was begun, in place."""
     for change in cluster_jobs.begin_delete(state, name).changes:
         state.apply(change, 0.0)
-    return cluster_jobs.delete(state, name)
+    return cluster_jobs.delete(state, name, "now")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions import cluster_jobs
+from master_service.core.decisions import job_schedules
 from master_service.core.state.cluster import (
     ClusterState,
     DropSchedule,
@@ -35,7 +35,7 @@ def nightly(**fields) -> JobSchedule:
 
 
 def created(state: ClusterState, **fields) -> JobSchedule:
-    decision = cluster_jobs.create_schedule(state, nightly(**fields), SCRIPT, EIGHT)
+    decision = job_schedules.create_schedule(state, nightly(**fields), SCRIPT, EIGHT)
     for change in decision.changes:
         state.apply(change, 0.0)
     return decision.answer
@@ -45,7 +45,7 @@ def run(state: ClusterState, wall_time: float) -> list[str]:
     """As the leader does, until nothing is due. Names of the jobs that were created."""
     before = set(state.jobs)
     for _ in range(20):
-        decision = cluster_jobs.run_due_schedule(state, wall_time)
+        decision = job_schedules.run_due_schedule(state, wall_time)
         for change in decision.changes:
             state.apply(change, 0.0)
         if not decision.answer.again:
@@ -62,7 +62,7 @@ def end(state: ClusterState, name: str, standing: Standing = Standing.COMPLETED)
 
 def test_a_schedule_knows_its_first_time_and_keeps_its_script():
     state = state_of()
-    decision = cluster_jobs.create_schedule(state, nightly(), SCRIPT, EIGHT)
+    decision = job_schedules.create_schedule(state, nightly(), SCRIPT, EIGHT)
     assert decision.answer.next_time == "2027-01-15T09:00:00.000+00:00"
     assert decision.changes == (PutSource(SCRIPT.digest, SCRIPT), PutSchedule(decision.answer))
     assert "runs first at 2027-01-15T09:00:00" in decision.events[0].message
@@ -101,13 +101,13 @@ def test_a_deleted_schedule_leaves_its_jobs_and_the_script_that_they_run():
     state = state_of()
     created(state)
     (name,) = run(state, EIGHT + 61 * MINUTE)
-    decision = cluster_jobs.delete_schedule(state, "n")
+    decision = job_schedules.delete_schedule(state, "n")
     assert decision.changes == (DropSchedule("n"),)
     state.apply(decision.changes[0], 0.0)
     end(state, name)
     assert DropSource(SCRIPT.digest) in deleted(state, name).changes
     with pytest.raises(NotFound, match="no schedule n"):
-        cluster_jobs.delete_schedule(state, "n")
+        job_schedules.delete_schedule(state, "n")
 
 
 def test_a_script_that_only_a_schedule_needs_goes_with_it_and_not_before():
@@ -117,7 +117,7 @@ def test_a_script_that_only_a_schedule_needs_goes_with_it_and_not_before():
     end(state, name)
     assert DropSource(SCRIPT.digest) not in deleted(state, name).changes
     state.jobs.clear()
-    assert DropSource(SCRIPT.digest) in cluster_jobs.delete_schedule(state, "n").changes
+    assert DropSource(SCRIPT.digest) in job_schedules.delete_schedule(state, "n").changes
 
 
 # ---------------------------------------------------------------- times
@@ -126,7 +126,7 @@ def test_a_script_that_only_a_schedule_needs_goes_with_it_and_not_before():
 def test_a_job_is_created_when_its_time_has_come_and_once():
     state = state_of()
     created(state)
-    assert cluster_jobs.run_due_schedule(state, EIGHT).answer == cluster_jobs.ScheduleLook(
+    assert job_schedules.run_due_schedule(state, EIGHT).answer == job_schedules.ScheduleLook(
         again=False, next_look_s=60 * MINUTE
     )
     assert run(state, EIGHT + 60 * MINUTE) == ["n-202701150900"]

@@ -52,4 +52,4 @@ def test_a_deletion_that_was_begun_is_due_whatever_the_retention_is_and_the_job_
 
 def test_keys_go_only_after_the_deletion_was_begun():
     with pytest.raises(Conflict, match="was not begun"):
-        cluster_jobs.delete(state_of(ended("a", 1)), "a")
+        cluster_jobs.delete(state_of(ended("a", 1)), "a", "now")

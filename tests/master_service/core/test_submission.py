@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from master_service.core.decisions import cluster_jobs
 from master_service.core.state.cluster import ClusterState, DropJob, DropSource, PutJob, PutSource
 from tests.master_service.cluster import spec_of
-from tests.master_service.core.cluster_jobs import active, deleted, job_of, state_of
+from tests.master_service.core.cluster_jobs import WALL, active, deleted, job_of, state_of
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound
-from trireme_shared.protocol.records.cluster import RESERVED, ClusterJob, Source, Standing
-from trireme_shared.protocol.records.job_choices import Mode
+from trireme_shared.protocol.records.cluster import ClusterJob, Source, Standing
+from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.job_choices import RESERVED, Mode
+from trireme_shared.protocol.records.job_spec import JobSettings
+from trireme_shared.protocol.rest_cluster import CreateJob
+from trireme_shared.protocol.times import rfc3339
 
 STAMP = "2027-01-15T08:00:00.000+00:00"
 ENDS = (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED)
@@ -65,9 +70,12 @@ def test_a_name_is_taken_once():
 
 
 @pytest.mark.parametrize("name", RESERVED)
-def test_names_of_the_clusters_own_keys_are_refused(name):
-    with pytest.raises(InvalidArgument, match=f"cannot be called {name}"):
-        create(state_of(), job_of(name))
+def test_names_of_the_clusters_own_keys_are_no_names_of_jobs(name):
+    with pytest.raises(ValidationError, match="are keys of a cluster itself; choose another name"):
+        spec_of(job=name)
+    settings = JobSettings(dataset=TextLines("t"))
+    with pytest.raises(ValidationError, match="are keys of a cluster itself"):
+        CreateJob(name=name, settings=settings, script="s.py")
 
 
 def test_a_synchronous_job_cannot_need_more_trainers_than_lanes():
@@ -99,10 +107,48 @@ def test_jobs_are_bounded():
         create(state_of(*jobs), job_of("a"))
     state = state_of(*jobs[1:])
     create(state, job_of("a"))
-    ended = job_of("e", standing=Standing.COMPLETED)
-    state.jobs = {f"e{number}": ended for number in range(cluster_jobs.MAX_JOBS)}
-    with pytest.raises(Conflict, match="keeps 10000 jobs, at most 10000"):
-        create(state, job_of("a"))
+
+
+def ended(name: str, number: int, **fields):
+    return job_of(name, standing=Standing.COMPLETED, end_time=rfc3339(WALL + number), **fields)
+
+
+def test_jobs_that_have_ended_never_stop_a_submission_the_one_that_ended_first_goes(monkeypatch):
+    monkeypatch.setattr(cluster_jobs, "MAX_JOBS", 5)
+    state = state_of(
+        ended("late", 9, source_digest="s"),
+        ended("early", 1, source_digest="e"),
+        ended("waited-for", 0),
+        job_of("waits", after=("waited-for",)),
+        ended("deleted", 0, wanted="delete"),
+    )
+    create(state, job_of("a", source_digest="s"))
+    assert state.jobs.keys() == {"late", "waited-for", "waits", "deleted", "a"}
+    decision = cluster_jobs.create(state, job_of("b", source_digest="s"), None, STAMP)
+    assert DropJob("late") in decision.changes
+    assert DropSource("s") not in decision.changes, "the new job runs the same script"
+    event = decision.events[0]
+    assert (event.name, event.fields) == ("job_forgotten", {"job": "late"})
+    assert "is forgotten for job b: the cluster keeps 5 jobs. Its files stay in " in event.message
+    for change in decision.changes:
+        state.apply(change, 0.0)
+    with pytest.raises(Conflict, match="keeps 5 jobs, at most 5, and needs each of them"):
+        create(state, job_of("c"))
+
+
+def test_a_forgotten_jobs_script_goes_with_it(monkeypatch):
+    monkeypatch.setattr(cluster_jobs, "MAX_JOBS", 1)
+    state = state_of(ended("old", 1, source_digest="s"))
+    decision = cluster_jobs.create(state, job_of("new"), None, STAMP)
+    assert [*decision.changes[:2]] == [DropJob("old"), DropSource("s")]
+
+
+def test_as_many_jobs_have_ended_as_are_kept_and_the_next_one_is_taken_quickly():
+    state = state_of()
+    state.jobs = {f"e{number}": ended(f"e{number}", number) for number in range(cluster_jobs.MAX_JOBS)}
+    create(state, job_of("a"))
+    assert "e0" not in state.jobs
+    assert len(state.jobs) == cluster_jobs.MAX_JOBS
 
 
 # ---------------------------------------------------------------- the others
@@ -160,7 +206,7 @@ def test_a_job_that_is_being_cancelled_is_not_asked_for_anything_else(ask):
 @pytest.mark.parametrize("ask", ["pause", "resume", "cancel", "delete"])
 def test_unknown_jobs_are_not_found(ask):
     with pytest.raises(NotFound, match="there is no job x"):
-        getattr(cluster_jobs, ask)(state_of(), "x", *((STAMP,) if ask == "cancel" else ()))
+        getattr(cluster_jobs, ask)(state_of(), "x", *((STAMP,) if ask in ("cancel", "delete") else ()))
 
 
 @pytest.mark.parametrize("end", ENDS)

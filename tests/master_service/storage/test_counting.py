@@ -73,7 +73,7 @@ def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between
         np.save(tmp_path / f"{number}.npy", np.zeros((2, 1)))
     switch, threshold, interval = lambda *_: sum(range(50)), gc.get_threshold(), sys.getswitchinterval()
     monkeypatch.setattr("master_service.storage.job_storage.THREADS", 8)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("master_service.storage.job_storage.cores", lambda: 8)
     gc.callbacks.append(switch)
     gc.set_threshold(5)
     sys.setswitchinterval(1e-6)

@@ -212,6 +212,15 @@ def test_a_tracker_that_does_not_know_its_server_is_told_before_the_run() -> Non
     check([Wanted(kind="wandb")], {"WANDB_MODE": "offline"})
 
 
+def test_a_user_without_a_home_has_no_login_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(InvalidArgument, match="the tracker wandb has no key"):
+        check([Wanted(kind="wandb")], {})
+
+
 def test_an_own_tracker_needs_only_log(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "class Mine:\n    def log(self, points):\n        self.points = points\n\nclass None_:\n    pass\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 from contextlib import aclosing
 
 import pytest
@@ -22,7 +23,7 @@ from tests.pserver_service.checkpoints.async_job import (
     replace,
 )
 from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, Away, Node, run_scenario, stream
-from trireme_shared.checkpoints import stored
+from trireme_shared.checkpoints import stored, writer
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import NotReady
 from trireme_shared.protocol.records import JobState, Mode, Phase, PserverMember
@@ -392,6 +393,46 @@ def test_independent_checkpoints_keep_two_and_fall_back_from_damage(tmp_path):
         assert said.error.startswith("no checkpoint of pserver-1 is left: 2 cannot be used: ")
 
     run_scenario(scenario)
+
+
+def test_an_independent_checkpoint_whose_manifest_fails_leaves_no_part_behind(tmp_path, monkeypatch):
+    async def scenario():
+        cluster = await opened(tmp_path, checkpoint_kind="independent", checkpoint_every_seconds=10.0)
+        await saved_alone(cluster, 1, 1)
+        write, remove = writer.write_manifest, writer.remove
+        refused = []
+
+        def refuse(storage, manifest):
+            refused.append(manifest.uuid)
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+        def refuse_to_remove(storage, uuids):
+            raise OSError(errno.EIO, "the disk is away")
+
+        monkeypatch.setattr(writer, "write_manifest", refuse)
+        await until(lambda: len(refused) >= 2, "both parameter servers to fail", 60.0)
+        await until(lambda: cluster.nodes[1].pserver.checkpoint_error, "it to be told")
+        assert folders_of(tmp_path) == await named(cluster)
+        monkeypatch.setattr(writer, "remove", refuse_to_remove)
+        await until(lambda: len(refused) >= 4, "both to fail again", 60.0)
+        assert folders_of(tmp_path) > await named(cluster), "they could not be deleted"
+        monkeypatch.setattr(writer, "remove", remove)
+        monkeypatch.setattr(writer, "write_manifest", write)
+        await saved_alone(cluster, 0, 4)
+        await saved_alone(cluster, 1, 4)
+        await asyncio.sleep(1.0)
+        assert folders_of(tmp_path) == await named(cluster), "the next checkpoint deletes them"
+
+    run_scenario(scenario)
+
+
+def folders_of(storage):
+    return {path.name for path in (storage / "checkpoints").iterdir()}
+
+
+async def named(cluster):
+    """Those that the keys of the parameter servers name."""
+    return {ref.uuid for index in (0, 1) for ref in (await own(cluster, index)).kept}
 
 
 def test_the_states_of_saving_are_read_back():

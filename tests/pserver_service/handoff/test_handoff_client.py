@@ -31,13 +31,13 @@ def member_at(port: int) -> PserverMember:
     return PserverMember(index=1, url=f"http://127.0.0.1:{port}", incarnation="ps", host="h", pid=1)
 
 
-async def handed_over(take, *, token: str = "boat", stall_s: float = 20.0):
+async def handed_over(take, *, token: str = "boat", stall_s: float = 20.0, header=HEADER, items=None):
     pserver = Pserver("ctr", "ps", index=1)
     pserver.handoffs = SimpleNamespace(take=take)
     async with serving(make_app(pserver, accepting("boat")), "127.0.0.1", 0) as listening:
         port = HttpHandoff(member_at(listening.port), token, stall_s=stall_s)
         try:
-            return await port.hand_over(HEADER, parts())
+            return await port.hand_over(header, parts() if items is None else items)
         finally:
             await port.close()
 

@@ -1,34 +1,60 @@
-"""What records lose and keep on their way through etcd and requests."""
+"""Every record is the same once it was written and read: in etcd, in requests and answers, in frames."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import types
 from collections.abc import Iterator
 from typing import Any, get_args
 
-import trireme_shared.protocol.records
-from trireme.client import CreateJob, CreateSchedule, JobSettings
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.equipment.drawn_records import all_records, drawn
+from trireme.client import CreateJob, JobSettings
 from trireme.data import TextLines
 from trireme_shared.protocol.records import JobSpec, Record
-from trireme_shared.protocol.records.cluster import ClusterJob
-from trireme_shared.protocol.rest import CreateCheckpoint, CreateResize
+from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule
+from trireme_shared.protocol.wire import messages
 
-MODULES = [
-    importlib.import_module(found.name)
-    for found in pkgutil.walk_packages(
-        trireme_shared.protocol.records.__path__, f"{trireme_shared.protocol.records.__name__}."
-    )
-]
-REQUESTS = {CreateJob, CreateSchedule, CreateCheckpoint, CreateResize}
+RECORDS = all_records()
 OFF: dict[str, Any] = {"checkpoint_every_seconds": None, "checkpoint_every_epochs": None, "mode": "async"}
 
 
-def records_of(module: types.ModuleType) -> Iterator[type[Record]]:
-    for each in vars(module).values():
-        if isinstance(each, type) and issubclass(each, Record):
-            yield each
+def test_the_records_that_etcd_keeps_and_clients_send_are_among_them():
+    names = {record.__name__ for record in RECORDS}
+    assert {"ClusterJob", "JobSchedule", "JobSpec", "JobState", "KeptAnswer", "CreateJob"} <= names
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_record_that_is_written_and_read_is_the_same(kind: type[Record], data: st.DataObject) -> None:
+    record = data.draw(drawn(kind))
+    assert isinstance(record, Record)
+    assert kind.model_validate_json(record.to_bytes()) == record
+
+
+def test_what_is_off_stays_off_on_its_way_to_a_master_and_through_etcd():
+    spec = JobSpec(job="a", script="s.py", storage="s", dataset=TextLines("t"), **OFF)
+    chosen = JobSettings(dataset=TextLines("t"), **OFF)
+    for sent in (
+        CreateJob(name="a", settings=chosen, script="s.py"),
+        ClusterJob(job="a", spec=spec),
+        JobSchedule(name="a", cron="* * * * *", spec=spec),
+    ):
+        assert type(sent).model_validate_json(sent.to_bytes()) == sent
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_setting_that_json_cannot_say_is_refused(value):
+    """As null it would be no number any more for whoever reads the spec in etcd."""
+    with pytest.raises(ValidationError, match="finite number"):
+        JobSettings(dataset=TextLines("t"), task_timeout_floor_s=value)
+
+
+# ------------------------------------------------------------ frames leave nulls out
 
 
 def parts_of(annotation: Any) -> Iterator[Any]:
@@ -55,19 +81,7 @@ def loses_nulls(record: type[Record]) -> bool:
     return False
 
 
-def test_a_record_for_which_null_is_no_default_keeps_its_nulls():
-    records = REQUESTS.union(*map(records_of, MODULES))
-    assert JobSpec in records
-    assert [record.__name__ for record in records if loses_nulls(record) and not record.keeps_nulls] == []
-
-
-def test_what_is_off_stays_off_on_its_way_to_a_master_and_through_etcd():
-    settings = JobSettings(dataset=TextLines("t"), **OFF)
-    spec = JobSpec(job="a", script="s.py", storage="s", **dict(settings))
-    ways: list[tuple[Record, type[Any]]] = [
-        (CreateJob(name="a", settings=settings, script="s.py"), CreateJob),
-        (ClusterJob(job="a", spec=spec), ClusterJob),
-    ]
-    for sent, kind in ways:
-        read = kind.model_validate_json(sent.to_bytes())
-        assert read == sent
+def test_null_is_the_default_wherever_frames_may_have_it():
+    framed = [each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Record)]
+    assert framed
+    assert [each.__name__ for each in framed if loses_nulls(each)] == []

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.equipment.replaced import replaced
 from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
 from trireme_shared.tables import table as tables
-from trireme_shared.tables.memory import AT_ONCE, CELLS_AT_ONCE, HASHES, PIECE_BYTES
+from trireme_shared.tables.memory import AT_ONCE, CELLS_AT_ONCE, HASHES, PIECE_BYTES, stamps_of
 from trireme_shared.tables.needs import needs_of
-from trireme_shared.tables.table import Table, joined, stamps_of
+from trireme_shared.tables.table import Table, joined
 
 DIM = 3
 ADAM = RowOptimizer(kind="adam", lr=0.01)
@@ -44,7 +44,7 @@ def looked_up(table: Table, ids: np.ndarray) -> np.ndarray:
 
 def everything(table: Table) -> bytes:
     rows = joined([table.read_slot(slot) for slot in table.slots()], table.width)
-    return rows.ids.tobytes() + stamps_of(rows.words).tobytes() + rows.content.tobytes()
+    return rows.ids.tobytes() + stamps_of(rows.words, table.version).tobytes() + rows.content.tobytes()
 
 
 def test_a_slot_grows_some_cells_at_a_time_and_all_its_rows_can_be_read_meanwhile() -> None:

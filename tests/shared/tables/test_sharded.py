@@ -137,14 +137,14 @@ def test_rows_of_a_slot_are_read_some_ids_at_a_time() -> None:
     table, ids = ShardedTable(spec_of(EXACT[0]), 1), np.arange(30_000)
     table.step(ids, gradients(ids))
     asked: list[int] = []
-    of_slot = Cells.of_slot
+    at_places = Cells.at_places
 
     def noted(*arguments):  # type: ignore[no-untyped-def]
-        found = of_slot(*arguments)
+        found = at_places(*arguments)
         asked.append(len(found[0]))
         return found
 
-    with replaced(Cells, "of_slot", noted):
+    with replaced(Cells, "at_places", noted):
         found = []
         for number, rows in enumerate(table.read_in_parts(0, 1000)):
             found.append(rows)

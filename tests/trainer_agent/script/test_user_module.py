@@ -73,6 +73,16 @@ def test_a_dataset_must_be_a_description(tmp_path):
         user.dataset()
 
 
+def test_a_script_at_home_of_a_user_without_one_is_missing(monkeypatch):
+    def unknown(_: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(InvalidArgument, match=r"there is no script .*/~/train\.py"):
+        load("~/train.py")
+
+
 def test_a_missing_script_is_named(tmp_path):
     with pytest.raises(InvalidArgument, match=r"there is no script .*nowhere\.py"):
         load(tmp_path / "nowhere.py")

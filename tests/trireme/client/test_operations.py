@@ -30,6 +30,7 @@ from trireme_shared.protocol.errors import (
     NotFound,
     PreconditionFailed,
 )
+from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.cluster import Standing
 
 OF_MEMBERS = {
@@ -175,10 +176,14 @@ def test_the_synchronous_client_is_the_asynchronous_one_without_awaits():
     assert DERIVED.read_text() == derived(), "run `make clients`"
 
 
-def test_a_job_is_submitted_shown_paused_and_cancelled():
+async def remove_nothing(_: JobSpec) -> None:
+    pass
+
+
+def test_a_job_is_submitted_shown_paused_cancelled_and_deleted():
     async def main() -> None:
         jobs = Jobs(tasks=12)
-        async with jobs.leading() as leader, client_of(leader) as client:
+        async with jobs.leading(remove_files=remove_nothing) as leader, client_of(leader) as client:
             created = await client.create_job(new_job("a"), key="once")
             assert (created.standing, created.source_digest) == (Standing.QUEUED, SOURCE_OF_JOB.digest)
             assert (await client.create_job(new_job("a"), key="once")).create_time == created.create_time
@@ -187,29 +192,32 @@ def test_a_job_is_submitted_shown_paused_and_cancelled():
             assert (await client.get_job_source("a")).text == SOURCE_OF_JOB.text
             async with jobs.pool(2, 1):
                 running = await client.wait_for_job(
-                    "a", lambda job: job.standing == "ACTIVE" and job.phase == "RUNNING"
+                    "a", lambda job: job.standing == "ACTIVE" and job.state == "RUNNING"
                 )
                 assert running.progress.records_total > 0
                 states = [task.state async for task in client.list_tasks("a", page_size=5)]
                 assert len(states) == (await client.get_task_summary("a")).total == 12
                 assert len([member async for member in client.list_members("a")]) == 3
                 assert (await client.get_pool()).trainers.members == 2
-                await client.pause_job("a")
-                await client.wait_for_job("a", lambda job: job.standing == "PAUSED")
+                asked = await client.pause_job("a")
+                assert (await client.wait_for_operation("a", asked.operation_id)).state == "DONE"
                 with pytest.raises(Conflict):
                     await client.get_task_summary("a")
                 assert (await client.explain_job("a")).code == "JOB_PAUSED"
                 paused = await client.get_job("a")
-                resumed = await client.resume_job("a", if_match=paused.version)
-                assert resumed.wanted == "run"
+                assert (paused.state, paused.settings) == ("PAUSED", created.settings)
+                assert (await client.resume_job("a", if_match=paused.version)).state == "DONE"
+                assert (await client.get_job("a")).wanted == "run"
                 with pytest.raises(PreconditionFailed) as refused:
                     await client.cancel_job("a", if_match=paused.version)
                 assert refused.value.details["expected"] == [paused.version]
-                await client.cancel_job("a")
+                assert (await client.cancel_job("a", wait_s=10)).state == "DONE"
                 assert (await client.wait_for_job("a")).standing == "CANCELLED"
                 with pytest.raises(Conflict, match="not as it was waited for"):
                     await client.wait_for_job("a", lambda job: job.standing == "PAUSED")
-            assert [job.job async for job in client.list_jobs(state=Standing.CANCELLED)] == ["a"]
+            [listed] = [job async for job in client.list_jobs(state=Standing.CANCELLED)]
+            assert (listed.job, listed.state, listed.settings) == ("a", "CANCELLED", None)
+            assert (await client.delete_job("a", wait_s=10)).state == "DONE"
 
     run_virtually(main)
 

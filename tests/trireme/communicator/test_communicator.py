@@ -19,10 +19,11 @@ import torch
 import trireme
 from trireme.communicator_status import Cause
 from trireme_shared.collective import background, group
+from trireme_shared.platform.etcd import connect
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership.etcd_access import EtcdAccess
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
-from trireme_shared.protocol.keys import Keys
+from trireme_shared.protocol.keys import ClusterKeys, Keys
 
 pytestmark = [pytest.mark.processes]
 
@@ -291,6 +292,8 @@ def test_a_constructor_that_is_interrupted_leaves_no_member(etcd, registered, mo
         ({"job": b"j"}, "the job is b'j'"),
         ({"etcd": ""}, "no etcd is named"),
         ({"job": "a/b"}, "the job is 'a/b'"),
+        ({"job": "Big Group"}, "lower-case letters, digits and hyphens"),
+        ({"job": "jobs"}, "are keys of a cluster itself"),
     ],
 )
 def test_wrong_arguments_are_named(settings, told, monkeypatch):
@@ -330,6 +333,31 @@ def test_numbers_of_other_types_are_numbers(etcd):
         status, value = one.allreduce(3.0, weight=torch.tensor(2))
         assert (status.weight, value) == (2.0, 3.0)
         assert one.broadcast("x", root=np.int64(0)) == (trireme.SUCCEEDED, "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [(ClusterKeys().job("digits"), "a job of the cluster"), (Keys("digits").spec, "a run")],
+)
+def test_a_name_that_a_job_uses_is_refused_but_to_its_own_script(etcd, key, what, monkeypatch):
+    client = Loop()
+
+    async def put(value: bytes | None) -> None:
+        access = connect([etcd.url])
+        await (access.put(key, value) if value is not None else access.delete(key))
+        await access.close()
+
+    try:
+        client.run(put(b"{}"))
+        with pytest.raises(PeerError, match=f"the name digits is in use: it is {what}") as refused:
+            trireme.CollectiveCommunicator("digits", etcd.url, timeout_s=20)
+        assert refused.value.hint == ""
+        monkeypatch.setenv("TRIREME_JOB", "digits")
+        with members(etcd, 1, "digits") as (_, (one,)):
+            assert one.barrier()
+    finally:
+        client.run(put(None))
+        client.end()
 
 
 def test_without_etcd_it_is_told_within_the_time():

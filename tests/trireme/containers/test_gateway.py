@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -16,6 +17,8 @@ from structlog.testing import capture_logs
 from tests.equipment.waiting import until
 from trireme.containers import gateway
 from trireme.containers.gateway import Gateway, Settings
+from trireme_shared.platform.security import authority
+from trireme_shared.platform.security.tls import Tls
 
 
 @dataclass
@@ -49,13 +52,13 @@ class FakeMaster:
         return answer
 
     @contextlib.asynccontextmanager
-    async def serving(self, port: int) -> AsyncIterator[None]:
+    async def serving(self, port: int, tls: Tls) -> AsyncIterator[None]:
         app = web.Application()
         answers = {"/readyz": self.readyz, "/who": self.who, "/last": self.last, "/stream": self.stream}
         app.add_routes([web.get(path, answer) for path, answer in answers.items()])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, self.address, port).start()
+        await web.TCPSite(runner, self.address, port, ssl_context=tls.server()).start()
         try:
             yield
         finally:
@@ -63,7 +66,10 @@ class FakeMaster:
 
 
 @contextlib.asynccontextmanager
-async def two_masters(monkeypatch) -> AsyncIterator[tuple[FakeMaster, FakeMaster, Gateway, str]]:
+async def two_masters(
+    monkeypatch, tls: Tls | None = None
+) -> AsyncIterator[tuple[FakeMaster, FakeMaster, Gateway, str]]:
+    """`tls`: of the masters; the gateway trusts its authority."""
     first, second = FakeMaster("127.0.0.2", leads=True), FakeMaster("127.0.0.3")
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
@@ -80,12 +86,13 @@ async def two_masters(monkeypatch) -> AsyncIterator[tuple[FakeMaster, FakeMaster
     monkeypatch.setattr(gateway, "LOOK_S", 0.02)
     monkeypatch.setattr(gateway, "WAIT_S", 0.5)
     settings = Settings(masters=f"masters.test:{port}", host="127.0.0.1", port=0)
-    made, stopping = Gateway(settings), asyncio.Event()
-    async with first.serving(port), second.serving(port):
+    tls = tls or Tls()
+    made, stopping = Gateway(settings, Tls(ca=tls.ca)), asyncio.Event()
+    async with first.serving(port, tls), second.serving(port, tls):
         running = asyncio.ensure_future(made.run(stopping))
         try:
             await until(lambda: made.leader, "a leader")
-            yield first, second, made, f"http://127.0.0.1:{made.address[1]}"
+            yield first, second, made, f"{tls.scheme}://127.0.0.1:{made.address[1]}"
         finally:
             stopping.set()
             assert await running == 0
@@ -173,9 +180,64 @@ async def test_a_silent_master_does_not_hide_the_leader(monkeypatch):
                 await asyncio.sleep(0.05)
 
 
+def certificate(folder: Path, host: str) -> Tls:
+    authority.create_authority(folder)
+    authority.issue(folder, "master", (host,), 1)
+    return Tls(*(str(folder / name) for name in ("ca.pem", "master.pem", "master-key.pem")))
+
+
+async def test_masters_are_asked_by_https_under_tls_and_their_bytes_pass_unread(monkeypatch, tmp_path):
+    tls = certificate(tmp_path / "tls", "masters.test")
+    async with two_masters(monkeypatch, tls) as (first, second, _, url), aiohttp.ClientSession() as session:
+        trusted = Tls(ca=tls.ca).client()
+
+        async def asked() -> str:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{url}/who", ssl=trusted, server_hostname="masters.test") as answer:
+                    return (await answer.json())["who"]
+            return ""
+
+        assert await asked() == first.address
+        first.leads, second.leads = False, True
+        async with asyncio.timeout(20):
+            while await asked() != second.address:
+                await asyncio.sleep(0.05)
+
+
+async def test_why_no_master_says_that_it_leads_is_told_once(monkeypatch, tmp_path):
+    tls = certificate(tmp_path / "tls", "another.test")
+    monkeypatch.setattr(gateway, "LOOK_S", 0.02)
+    monkeypatch.setattr(gateway, "WAIT_S", 0.05)
+    first = FakeMaster("127.0.0.2", leads=True)
+    with socket.create_server((first.address, 0)) as free:
+        port = free.getsockname()[1]
+    made = Gateway(Settings(masters=f"{first.address}:{port}", host="127.0.0.1", port=0), Tls(ca=tls.ca))
+    stopping = asyncio.Event()
+    with capture_logs() as logs:
+        async with first.serving(port, tls):
+            running = asyncio.ensure_future(made.run(stopping))
+            await until(lambda: made.address[1], "the gateway to listen")
+
+            def told() -> list[str]:
+                return [each["cause"] for each in logs if each["event"] == "master_does_not_answer"]
+
+            await until(told, "the cause to be told")
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"http://127.0.0.1:{made.address[1]}/who") as answer,
+            ):
+                assert "certificate" in (await answer.json(content_type="application/problem+json"))["detail"]
+            stopping.set()
+            assert await running == 0
+    assert len(told()) == 1
+    assert "certificate" in told()[0]
+
+
 @pytest.mark.parametrize("text", ["", "master", "a b:1", "master:port"])
 def test_an_address_without_a_port_is_refused(text, monkeypatch, capsys):
     monkeypatch.setenv("TRIREME_MASTERS", text)
     monkeypatch.setattr("sys.argv", ["gateway"])
-    assert gateway.main() == 2
+    with pytest.raises(SystemExit) as caught:
+        gateway.main()
+    assert caught.value.code == 2
     assert "TRIREME_MASTERS" in capsys.readouterr().err

@@ -76,6 +76,30 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     assert (await child.wait()).code == -signal.SIGKILL
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only where processes have descriptors")
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+async def test_what_a_child_has_left_running_has_ended_when_its_end_is_told(tmp_path, ends):
+    code = (
+        "import signal, subprocess, sys, time\n"
+        "asleep = 'import time; print(1, flush=True); time.sleep(600)'\n"
+        "stubborn = 'import signal; signal.signal(15, signal.SIG_IGN);' + asleep\n"
+        "for code in (asleep, stubborn):\n"
+        "    left = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)\n"
+        "    left.stdout.readline()\n"
+        "    print('left', left.pid)\n"
+        f"time.sleep({0 if ends == 'by itself' else 600})\n"
+    )
+    child = child_of(tmp_path, code)
+    await child.start()
+    while tail_of(child.log).count("left") < 2:
+        time.sleep(0.02)
+    left = [int(line.split()[1]) for line in tail_of(child.log).splitlines()]
+    if ends == "killed":
+        child.send(signal.SIGKILL)
+    assert (await child.wait()).code == (0 if ends == "by itself" else -signal.SIGKILL)
+    assert not [pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path):
     child = child_of(tmp_path, "")
     assert tail_of(child.log) == ""

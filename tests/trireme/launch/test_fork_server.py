@@ -64,7 +64,7 @@ def child_of(forks: ForkServer, folder: Path, name: str, *argv: str, **environme
 
 
 def is_forked(child: Child) -> bool:
-    return isinstance(child.process, Forked)
+    return type(child.process) is Forked
 
 
 async def test_a_forked_child_has_its_own_arguments_environment_session_output_and_exit_code(
@@ -208,6 +208,83 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path, modules, when):
     while (sleeping := sleepers()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not sleeping
+
+
+@pytest.mark.parametrize(
+    "launcher_ends", [False, True], ids=["the member is killed", "the launcher is killed"]
+)
+def test_what_a_script_has_started_does_not_outlive_its_member(tmp_path, modules, launcher_ends):
+    """Neither a process that leaves when it is asked to, nor one that does not; one of another session, with
+    the same program, goes on."""
+    modules("starts", STARTS)
+    launcher = f"""
+        import asyncio, signal, sys
+        from pathlib import Path
+        from trireme.launch.processes import Child
+        from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
+        async def main():
+            with ForkServer() as forks:
+                log = Path({str(tmp_path / "log")!r})
+                child = Child("a", [*PYTHON_MODULE, "starts"], inherited_environment(), log, forks.start)
+                await child.start()
+                while log.read_text().count("\\n") < 4:
+                    await asyncio.sleep(0.02)
+                print(child.pid, log.read_text().replace("\\n", " "), flush=True)
+                sys.stdin.readline()
+                child.send(signal.SIGKILL)
+                await child.wait()
+                print("waited", flush=True)
+                sys.stdin.readline()
+        asyncio.run(main())
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(launcher)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        member, child, stubborn, forked, stranger = (
+            psutil.Process(int(pid)) for pid in process.stdout.readline().split()
+        )
+        try:
+            if launcher_ends:
+                process.kill()
+                assert not psutil.wait_procs([member, child, stubborn, forked], timeout=30)[1]
+            else:
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "waited\n"
+                alive = [each for each in (member, child, stubborn, forked) if _lives(each)]
+                assert not alive, "they are gone before the end of the member is told"
+                process.stdin.write("\n")
+            assert _lives(stranger)
+        finally:
+            stranger.kill()
+
+
+STARTS = """
+import os, signal, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); print('x', flush=True); time.sleep(600)"
+print(subprocess.Popen(sleep).pid, flush=True)
+stubborn = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE)
+stubborn.stdout.readline()
+print(stubborn.pid, flush=True)
+if (forked := os.fork()) == 0:
+    time.sleep(600)
+print(forked, flush=True)
+print(subprocess.Popen(sleep, start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A killed process whose new parent has not waited for it yet does not."""
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def sleepers() -> list[psutil.Process]:

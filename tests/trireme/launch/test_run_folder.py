@@ -42,7 +42,8 @@ def test_the_last_run_is_found_without_its_name(tmp_path):
 
 
 def test_sockets_lie_in_a_short_private_folder_that_no_end_of_a_run_leaves_behind(tmp_path):
-    with run_folder.sockets(tmp_path) as folder:
+    with run_folder.sockets(tmp_path) as made:
+        folder = made.path
         (folder / "pserver-0.sock").touch()
         assert (tmp_path / "sockets").samefile(folder)
         assert (stat.S_IMODE(folder.stat().st_mode), len(str(folder)) < 60) == (0o700, True)
@@ -59,7 +60,7 @@ def test_sockets_of_a_killed_run_are_swept_at_the_next_start(tmp_path):
     try:
         with run_folder.sockets(tmp_path) as folder:
             assert [killed.path.exists(), going_on.path.exists()] == [False, True]
-            assert (tmp_path / "sockets").samefile(folder)
+            assert (tmp_path / "sockets").samefile(folder.path)
     finally:
         going_on.remove()
 

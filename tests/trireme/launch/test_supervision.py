@@ -33,6 +33,10 @@ class Processes(SupervisedProcesses[None]):
     def url(self) -> str:
         return ""
 
+    @property
+    def way_without_etcd(self) -> str:
+        return ""
+
     async def _start(self) -> None:
         await self._add("trainer", self._module, {})
 
@@ -83,13 +87,13 @@ async def test_the_others_go_on_without_a_child_that_is_not_started_again(tmp_pa
 async def test_a_child_is_started_again_after_the_jobs_delay_at_the_earliest(tmp_path):
     async with Processes(tmp_path, "this", RestartPolicy("always", DELAY_S)) as processes:
         await processes.until("restarted")
-        assert processes.seen("restarted")[0] - processes.seen("died")[0] >= DELAY_S
+        assert processes.seen("restarted")[0] - processes.seen("left")[0] >= DELAY_S
 
 
 async def test_a_child_that_leaves_while_it_waits_to_be_started_again_is_not_started(tmp_path):
     """It had just died when a resize chose it; it stayed as one too many."""
     async with Processes(tmp_path, "this", RestartPolicy("always", DELAY_S)) as processes:
-        await processes.until("died")
+        await processes.until("left")
         processes.left.add("trainer-0")
         await asyncio.sleep(2 * DELAY_S)
         assert processes.seen("restarted") == []

@@ -12,15 +12,16 @@ from trireme.view.report import without_tokens
 
 def job(name: str, state: str, step: int | None = None, reason: str = "") -> dict:
     progress = {"epoch": 1, "epochs": 4, "step": step, "loss": 0.5, "records_done": 25, "records_total": 100}
-    held = {"trainers": 2, "trainers_running": 1, "pservers": 1, "pservers_running": 1}
-    none = dict.fromkeys(held, 0)
     trains = step is not None
+    unknown = {"epoch": 0, "epochs": 4, "step": None, "loss": None, "records_done": 0, "records_total": 0}
     return {
         "job": name,
         "state": state,
         "reason": reason,
-        "progress": progress | {"records_per_s": 1000.0, "eta_s": 9.0} if trains else None,
-        "members": held if trains else none,
+        "standing": "ACTIVE" if trains else state,
+        "wanted": "run",
+        "progress": progress | {"records_per_s": 1000.0, "eta_s": 9.0} if trains else unknown,
+        "members": {"trainers": 1, "trainers_desired": 2, "pservers": 1, "pservers_desired": 1},
     }
 
 

@@ -26,6 +26,7 @@ from trireme_shared.collective.records import GLOO, NCCL
 from trireme_shared.platform.etcd import Etcd, LeaseLost, OutcomeUnknown, Put
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime.containment import backoff_s
 from trireme_shared.protocol.errors import InvalidArgument, PeerError
 from trireme_shared.protocol.records.record import Record
 
@@ -327,7 +328,7 @@ class OperationLimit:
         if not self._steps:
             return MOST_S
         usual = max(FLOOR_S, TIMES * max(self._steps))
-        return min(MOST_S, usual * 2.0**self._ran_out)
+        return backoff_s(self._ran_out + 1, usual, MOST_S)
 
     def took(self, seconds: float) -> None:
         """A step was finished in that time."""

@@ -41,7 +41,7 @@ from trireme_shared.protocol.records.step import StepRecord
 from trireme_shared.protocol.wire import codec
 from trireme_shared.serving.core.geometry import MAX_BLOCK_BYTES
 from trireme_shared.serving.data_plane.http import write_block
-from trireme_shared.serving.transport.stream import socket_of
+from trireme_shared.serving.transport.stream import MemberSession
 
 if TYPE_CHECKING:
     from trainer_agent.collective.state.rows import RowsGiver  # loads numba
@@ -246,8 +246,8 @@ class HttpDonor:
         tls: ssl.SSLContext | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        self._member, self._token, self._tls, self._stall_s = member, token, tls, stall_s
-        self._session: aiohttp.ClientSession | None = None
+        self._member, self._stall_s = member, stall_s
+        self._session = MemberSession(member, token, tls)
 
     def __repr__(self) -> str:
         return f"<HttpDonor {self.name} at {self._member.url}>"
@@ -257,21 +257,16 @@ class HttpDonor:
         return self._member.incarnation
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()
 
     async def state(self, request: StateRequest) -> Portion:
         """Raises the error of the answer; DeadlineExceeded: nothing moved for `stall_s`; PeerError: the
         connection failed, or the answer breaks the protocol."""
-        self._session = self._session or http.session(
-            self._token, uds=socket_of(self._member), tls=self._tls, meant=self._member.incarnation
-        )
         url, headers = self._member.url.rstrip("/") + PATH, {"Content-Type": codec.CONTENT_TYPE}
         try:
             async with (
                 asyncio.timeout(self._stall_s) as limit,
-                self._session.post(
+                self._session().post(
                     url, data=codec.encode(request), headers=headers, read_bufsize=READ_BUFFER_BYTES
                 ) as response,
             ):

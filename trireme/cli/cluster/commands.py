@@ -51,6 +51,7 @@ from trireme.cli.options import (
     Trackers,
     Url,
     WaitS,
+    say_checking,
 )
 
 _ETCD = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
@@ -317,7 +318,9 @@ def submit(
     storage: Annotated[
         str | None,
         typer.Option(
-            help="Its files go to this path or URL. Default: below the cluster's storage.", metavar="URL"
+            help="Its files go to this path or URL, below the cluster's storage or a place that its masters "
+            "allow (TRIREME_STORAGE_ALLOWED). Default: the job's name below the cluster's storage.",
+            metavar="URL",
         ),
     ] = None,
     pre_task: Annotated[
@@ -358,8 +361,8 @@ def submit(
         "not_before_time": not_before,
     }
     given |= {"pre_tasks": pre_task or None, "post_tasks": post_task or None, "trackers": trackers or None}
-    if check and script.is_file():  # said before the imports, which take a second
-        print(f"checking {script}", file=sys.stderr)  # noqa: T201
+    if check:
+        say_checking(script)
     from trireme.cli.cluster.submit import SubmitRequest  # noqa: PLC0415
     from trireme.cli.cluster.submit import submit as run_submit  # noqa: PLC0415
 

@@ -19,11 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from trireme.cli import exit_codes
-from trireme.cli.queries import print_table, stdout_console
+from trireme.cli.queries import COUNTS, print_table, stdout_console
 from trireme.cli.targets import checked_name, cluster_target
 from trireme.client import AsyncClient
+from trireme.client.exchange import result_of
 from trireme.settings import UsageError
-from trireme.view.job_address import client_of
+from trireme.view.job_address import LONG_POLL_S, client_of
 from trireme.view.progress import LINE_EVERY_S, REFRESH_PER_SECOND, Progress, members_text, say
 from trireme.view.report import without_tokens
 from trireme_shared.platform.runtime import clock, telemetry
@@ -36,6 +37,7 @@ from trireme_shared.protocol.errors import (
     TriremeError,
 )
 from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.operations import Operation
 from trireme_shared.protocol.rest_cluster import PoolMemberView
 
 POLL_S = 0.3
@@ -81,7 +83,9 @@ def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
         return {"members": [member.model_dump(mode="json") async for member in cluster.list_pool_members()]}
 
     def show(console: Console, document: dict[str, Any]) -> None:
-        columns = ("member_id", "state", "job", "host", "cores", "device", "trouble")
+        mixed = len({member["trireme_version"] for member in document["members"]}) > 1
+        more = ("trireme_version",) if mixed else ()
+        columns = ("member_id", "state", "job", "host", "cores", "device", *more, "trouble")
         print_table(console, columns, document["members"])
 
     return answer(ask, show, data_dir, url, as_json=as_json)
@@ -165,7 +169,8 @@ def act(
 
     async def ask(cluster: AsyncClient) -> dict[str, Any]:
         acts = {"pause": cluster.pause_job, "resume": cluster.resume_job, "cancel": cluster.cancel_job}
-        job = (await acts[action](checked_name(name))).model_dump(mode="json")
+        await acts[action](checked_name(name))
+        job = (await cluster.get_job(name)).model_dump(mode="json")
         deadline = clock.monotonic() + wait_s
         while wait_s and job["standing"] not in REACHED[action]:
             if clock.monotonic() > deadline:
@@ -185,7 +190,14 @@ def delete(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) 
     """Returns the exit code."""
 
     async def ask(cluster: AsyncClient) -> dict[str, Any]:
-        return (await cluster.delete_job(checked_name(name))).model_dump(mode="json")
+        begun = await cluster.delete_job(checked_name(name))
+
+        async def look(leader: AsyncClient) -> Operation:
+            return await leader.get_operation(name, begun.operation_id, wait_s=LONG_POLL_S)
+
+        while begun.running:
+            begun = await ask_leader(look, data_dir, url)
+        return {"job": name, **result_of(begun).model_dump(mode="json")}
 
     def show(console: Console, document: dict[str, Any]) -> None:
         console.print(f"job {document['job']} is deleted")
@@ -223,10 +235,9 @@ async def _now(name: str, data_dir: Path | None, url: str | None) -> dict[str, A
     try:
         target = cluster_target(data_dir, url)
         async with client_of(target.address, target.token) as cluster:
-            full = (await cluster.get_job(name)).model_dump(mode="json")
+            return (await cluster.get_job(name)).model_dump(mode="json")
     except PeerError:
         return None
-    return {**full, "state": full["phase"]}
 
 
 def _standing(state: str) -> Standing:
@@ -280,22 +291,22 @@ def _shown(
 
 def columns_of(job: Job) -> tuple[str, str, str, str, str]:
     """Name, state, how much is done, what it does, its members. `job`: as listJobs gives it."""
-    progress = job.get("progress") or {}
+    progress = job["progress"]
+    begun = progress["records_total"] > 0  # else nobody knows how far it is
     known = {field.name: progress[field.name] for field in fields(Progress) if field.name in progress}
     members, reason = job["members"], without_tokens(job["reason"])
     at = Progress(phase=job["state"], stage="TRAIN", reason=reason, **known)
-    doing = reason if job["state"] in ENDED or not progress else at.training()
+    doing = reason if job["state"] in ENDED or not begun else at.training()
     state = str(job["state"]).lower()
-    if job.get("standing") == "ACTIVE" and job.get("wanted") in STOPPING and job["state"] not in ENDED:
+    if job["standing"] == "ACTIVE" and job["wanted"] in STOPPING and job["state"] not in ENDED:
         state, doing = STOPPING[job["wanted"]]
-    counts = (members[name] for name in ("trainers_running", "trainers", "pservers_running", "pservers"))
-    held = members_text(*counts)
+    held = members_text(*(members[name] for name in COUNTS))
     return (
         str(job["job"]),
         state,
-        f"{at.fraction:.0%}" if progress else "",
+        f"{at.fraction:.0%}" if begun else "",
         doing,
-        held if members["trainers"] or members["pservers"] else "",
+        held if job["standing"] == "ACTIVE" else "",
     )
 
 
@@ -324,7 +335,7 @@ class PlainLines:
             columns = columns_of(job)
             changed = self._states.get(job["job"]) != columns[1]
             self._states[job["job"]] = columns[1]
-            if changed or (due and job["progress"]):
+            if changed or (due and job["progress"]["records_total"]):
                 self.event("  ".join(part for part in columns if part))
         self._told = now if due else self._told
 

@@ -25,7 +25,7 @@ from trireme.cli.targets import Target, cluster_target
 from trireme.client import CreateJob, CreateSchedule
 from trireme.client.exchange import body_of
 from trireme.launch.cluster import pservers_for
-from trireme.launch.processes import ForkServer, cores
+from trireme.launch.processes import ForkServer
 from trireme.preflight import Inspection, ScriptError, check_path, inspect
 from trireme.script_source import read_source
 from trireme.settings import (
@@ -45,10 +45,11 @@ from trireme.view.job_address import client_of
 from trireme.view.progress import Display, display, progress_of, say
 from trireme.view.report import failure_lines, number
 from trireme_shared.platform.runtime import clock, ids, telemetry
+from trireme_shared.platform.runtime.limits import cores
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.cron import next_time
 from trireme_shared.protocol.errors import NotReady, PeerError, TriremeError
-from trireme_shared.protocol.records import Dispatch, JobSpec
+from trireme_shared.protocol.records import Dispatch, JobResult, JobSpec
 from trireme_shared.protocol.records.cluster import Scheduling
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.rest import JobView
@@ -182,7 +183,7 @@ def request_body(
         "name": job,
         "settings": _settings_of(spec),
         "scheduling": scheduling.model_dump(mode="json"),
-        **_script_of(request.script, functions),
+        **_script_of(request.script, [*inspection.readers, *functions]),
     }
     return document | ({"storage": files.absolute(request.storage)} if request.storage else {})
 
@@ -199,8 +200,8 @@ def _absolute(dataset: dict[str, Any]) -> dict[str, Any]:
 
 
 def _script_of(script: Path, functions: Iterable[str]) -> dict[str, Any]:
-    """The script and the modules of its folder that it imports, or that have functions of tasks. Raises
-    InvalidArgument."""
+    """The script and the modules of its folder that it imports, or that are named by a string: those of
+    functions of tasks, of trackers and of readers. Raises InvalidArgument."""
     source = read_source(script, functions)
     if source.modules:
         say(f"sent with {script.name}: {', '.join(source.modules)}")
@@ -249,11 +250,12 @@ async def _until_ended(request: SubmitRequest, name: str, screen: Display) -> Jo
 
 
 def _summary(job: JobView) -> str:
+    result = job.result or JobResult()
     rows = [
         ("job", f"{job.job} {job.standing} ({job.mode})"),
-        ("records", f"{job.result.trained_records:,}"),
-        *[(name, number(value)) for name, value in job.result.metrics.items()],
-        *[(f"model ({kind})", path) for kind, path in job.result.exports.items()],
+        ("records", f"{result.trained_records:,}"),
+        *[(name, number(value)) for name, value in result.metrics.items()],
+        *[(f"model ({kind})", path) for kind, path in result.exports.items()],
     ]
     if job.standing != "COMPLETED":
         rows.append(("reason", job.reason))

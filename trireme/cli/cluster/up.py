@@ -15,6 +15,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from trireme.settings import UsageError, outside_script
 from trireme.view.child_events import ChildEvent
 from trireme.view.progress import say
 from trireme_shared.platform.etcd.embedded import find_binary, sweep_sockets
-from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.runtime import clock, output, telemetry
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.platform.storage import files
@@ -63,6 +64,7 @@ class UpRequest:
 
 def up(request: UpRequest) -> int:
     """Returns the exit code: 0 if it was ended in order."""
+    output.patient()
     telemetry.configure(level="ERROR", json=False)
     try:
         return asyncio.run(_up(request))
@@ -101,6 +103,8 @@ async def _up(request: UpRequest) -> int:
             hosts=request.launcher.kind != "none",
             job_retention_s=request.job_retention_s,
         )
+        if told := private_files.told_of_sockets():
+            say(told)
         screen = job_lines()
         pool = pool_of(request.launcher, asked, folder, lambda event: _tell(screen, event))
         try:
@@ -139,10 +143,11 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
                 where += f" TRIREME_TOKEN_FILE={file}"
                 screen.event(f"in a browser: {url}, with the token in {file}")
             screen.event(f"elsewhere: {where}")
-            pool.run_beside(
-                pool.publish(lambda url: cluster_folder.publish(pool.folder, url, pool.etcd_access))
+            publish = partial(
+                pool.publish, lambda url: cluster_folder.publish(pool.folder, url, pool.etcd_access)
             )
-            pool.run_beside(_draw(pool, screen, unfinished))
+            pool.run_beside(publish, "telling commands the leader's address")
+            pool.run_beside(partial(_draw, pool, screen, unfinished), "showing the jobs")
             await pool.wait()
     finally:
         if unfinished:
@@ -152,19 +157,14 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
 
 def _tell(screen: JobLines, event: ChildEvent) -> None:
     match event.what:
-        case "died" | "lost_lease":
-            screen.event(f"{event.child} died ({event.cause}{_pid(event)}): it is started again")
+        case "died" | "lost_lease" | "left":
+            screen.event(f"{event.child} {event.end}: it is started again")
         case "given_up":
-            screen.event(f"{event.child} died ({event.cause}{_pid(event)}): it is not started again")
+            screen.event(f"{event.child} {event.end}: it is not started again")
         case "grown" | "shrunk" | "waiting":
             screen.event(f"{event.child}: {event.cause}")
         case "unrecorded":
             screen.event(f"what happens to processes is not recorded ({event.cause})")
-
-
-def _pid(event: ChildEvent) -> str:
-    """The pid as it is shown; that of a process on another machine is not known."""
-    return f", pid {event.pid}" if event.pid else ""
 
 
 async def _draw(pool: LocalPool, screen: JobLines, unfinished: set[str]) -> None:

@@ -89,16 +89,9 @@ def logs(
             clock.sleep(LOOK_S)
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
-    except BrokenPipeError:
-        forget_output()
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
     return exit_codes.OK
-
-
-def forget_output() -> None:
-    """Nobody reads it any more (`| head`): what Python still holds goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _folders(job: str | None, data_dir: Path | None) -> list[Path]:
@@ -153,8 +146,6 @@ def events(
         )
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
-    except BrokenPipeError:
-        forget_output()
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
     return exit_codes.OK

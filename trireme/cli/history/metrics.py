@@ -34,7 +34,6 @@ from master_service.storage.series_files import StoredMetrics, StoredSeries, rea
 from master_service.trackers.event_files import EventFiles
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import spec_of
-from trireme.cli.history.logs import forget_output
 from trireme.cli.options import Form
 from trireme.cli.targets import job_target
 from trireme.client import AsyncClient
@@ -197,8 +196,6 @@ def metrics(
             asyncio.run(_redraw(found, wanted, form))
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=form == "json")
-    except BrokenPipeError:
-        forget_output()
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
     return exit_codes.OK

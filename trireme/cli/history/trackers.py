@@ -148,8 +148,8 @@ async def _end_of(
     if cluster is not None:
         async with open_job(cluster.address, token=cluster.token) as (client, name):
             view = await client.get_job(name)
-        end = {"phase": view.standing or view.phase, "reason": view.reason}
-        document = view.result.model_dump(mode="json") | end
+        end = {"phase": view.standing or view.state, "reason": view.reason}
+        document = (view.result.model_dump(mode="json") if view.result else {}) | end
         ended = document["phase"] in FINAL
     else:
         folder = (data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)) / spec.job

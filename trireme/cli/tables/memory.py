@@ -3,12 +3,8 @@ run` says before it starts one."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import asdict
-from pathlib import Path
-
-import psutil
 
 from trireme.cli import exit_codes
 from trireme.launch.resume import Facts, tables_in
@@ -25,7 +21,6 @@ OPTIMIZERS: dict[str, RowOptimizer] = {
     "ftrl": RowOptimizer(kind="ftrl", lr=0.05),
 }
 SHOWN = 8
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
 def plan(
@@ -43,14 +38,6 @@ def plan(
         where = "at the parameter server" if pservers == 1 else f"at each of {pservers} parameter servers"
         print(f"{where}: {needs.text()}")  # noqa: T201
     return exit_codes.OK
-
-
-def memory_bytes() -> int:
-    """That processes on this machine, or in this container, may use together."""
-    total = psutil.virtual_memory().total
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        return min(total, int(CGROUP_LIMIT.read_text()))
-    return total
 
 
 def memory_of_tables(model: Facts | None, spec: JobSpec, here: int) -> list[str]:

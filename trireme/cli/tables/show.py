@@ -51,6 +51,14 @@ class _Newest:
         names = ", ".join(spec.name for spec in self.manifest.layout.tables)
         raise NotFound(f"job {self.job} has no table {name[:80]!r}; there are: {names}")
 
+    @property
+    def version(self) -> int:
+        """Of the tables; asynchronous: the highest of all parameter servers."""
+        return max(
+            self.manifest.step if part.rows_version is None else part.rows_version
+            for part in self.manifest.parts
+        )
+
     def read(self, spec: TableSpec, take: Callable[[RowsOfIds], None]) -> int:
         return read_rows(self.storage, self.ref, self.manifest, spec, take)
 
@@ -87,7 +95,7 @@ def stats(job: str | None, data_dir: Path | None, url: str | None = None, *, as_
 def _stats(newest: _Newest, spec: TableSpec) -> dict[str, Any]:
     """`trained_first`, `trained_last`: steps, the least and the greatest of those in which each row was
     trained last."""
-    from trireme_shared.tables.table import stamps_of  # noqa: PLC0415  loads numba
+    from trireme_shared.tables.memory import stamps_of  # noqa: PLC0415  loads numba
 
     count, steps = 0, []
 
@@ -95,7 +103,7 @@ def _stats(newest: _Newest, spec: TableSpec) -> dict[str, Any]:
         nonlocal count
         count += len(rows)
         if len(rows):
-            stamps = stamps_of(rows.words)
+            stamps = stamps_of(rows.words, newest.version)
             steps.extend([int(stamps.min()), int(stamps.max())])
 
     updates = newest.read(spec, take)
@@ -121,7 +129,7 @@ def get(
 
         def take(rows: RowsOfIds) -> None:
             chosen = rows.where(np.isin(rows.ids, wanted))
-            found.update((row["id"], row) for row in _described(chosen, spec))
+            found.update((row["id"], row) for row in _described(chosen, spec, newest.version))
 
         newest.read(spec, take)
         starts = initial_values(spec, np.array(wanted, np.int64))
@@ -151,10 +159,10 @@ def top(
         best: list[RowsOfIds] = []
 
         def take(rows: RowsOfIds) -> None:
-            best[:] = [_first(joined([*best, rows], spec.row_words), spec, by, count)]
+            best[:] = [_first(joined([*best, rows], spec.row_words), spec, newest.version, by, count)]
 
         newest.read(spec, take)
-        rows = _described(best[0], spec) if best else []
+        rows = _described(best[0], spec, newest.version) if best else []
         rows.sort(key=lambda row: (-_measure(row, by), row["id"]))
         if not as_json:
             newest.show(("id", "step", "minibatches", "values"), rows)
@@ -163,12 +171,11 @@ def top(
     return answer(work, as_json=as_json)
 
 
-def _first(rows: RowsOfIds, spec: TableSpec, by: str, count: int) -> RowsOfIds:
+def _first(rows: RowsOfIds, spec: TableSpec, version: int, by: str, count: int) -> RowsOfIds:
     """Those that come first; ids ascend."""
     import numpy as np  # noqa: PLC0415
 
-    from trireme_shared.tables.memory import frequencies_of  # noqa: PLC0415  loads numba
-    from trireme_shared.tables.table import stamps_of  # noqa: PLC0415
+    from trireme_shared.tables.memory import frequencies_of, stamps_of  # noqa: PLC0415  loads numba
 
     if len(rows) <= count:
         return rows
@@ -176,7 +183,7 @@ def _first(rows: RowsOfIds, spec: TableSpec, by: str, count: int) -> RowsOfIds:
         case "frequency":
             keys = frequencies_of(rows.words)
         case "step":
-            keys = stamps_of(rows.words)
+            keys = stamps_of(rows.words, version)
         case _:
             keys = np.square(rows.content[:, : spec.dim], dtype=np.float64).sum(1)
     return rows.where(np.sort(np.argsort(-keys, kind="stable")[:count]))
@@ -188,13 +195,13 @@ def _measure(row: dict[str, Any], by: str) -> float:
     return float(row["minibatches" if by == "frequency" else "step"])
 
 
-def _described(rows: RowsOfIds, spec: TableSpec) -> list[dict[str, Any]]:
+def _described(rows: RowsOfIds, spec: TableSpec, version: int) -> list[dict[str, Any]]:
     """`step`: in which it was trained last. `minibatches`: about so many had the id."""
-    from trireme_shared.tables.memory import frequencies_of  # noqa: PLC0415  loads numba
-    from trireme_shared.tables.table import stamps_of  # noqa: PLC0415
+    from trireme_shared.tables.memory import frequencies_of, stamps_of  # noqa: PLC0415  loads numba
 
     counts = (1 << frequencies_of(rows.words)) - 1
-    facts = zip(rows.ids.tolist(), stamps_of(rows.words).tolist(), counts.tolist(), rows.content, strict=True)
+    stamps = stamps_of(rows.words, version)
+    facts = zip(rows.ids.tolist(), stamps.tolist(), counts.tolist(), rows.content, strict=True)
     return [
         {"id": one, "row": True, "step": step, "minibatches": count, "values": content[: spec.dim].tolist()}
         for one, step, count, content in facts

@@ -47,7 +47,7 @@ from trireme_shared.protocol.times import instant
 # a member that vanished may come back with its process: its lease ran out, or etcd was silent
 GONE_GRACE_S = 10.0
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
-WAITED_FOR = {Standing.QUEUED, Standing.ACTIVE, Standing.PAUSED}
+WAITED_FOR = {Standing.QUEUED, Standing.ACTIVE, Standing.PAUSED, Standing.UNREADABLE}
 
 
 @dataclass

@@ -58,16 +58,24 @@ __all__ = [
 
 
 def connect(
-    urls: Sequence[str], *, user: str = "", password: str = "", ca: str = "", cert: str = "", key: str = ""
+    urls: Sequence[str],
+    *,
+    user: str = "",
+    password: str = "",
+    ca: str = "",
+    cert: str = "",
+    key: str = "",
+    share_watches: bool = False,
 ) -> Etcd:
     """A client of the etcd cluster at `urls` (http:// or https://host:port). Touches no network; close it at
     the end.
 
     `ca`, `cert`, `key`: PEM files; `https` without `ca` trusts the system's authorities. Host names are
     checked. With users switched on, etcd's gateway refuses client certificates that have a CommonName: make
-    them without.
+    them without. `share_watches`: all over one connection, of a process with many.
     """
     # etcd3-py and aiohttp cost 0.2 s to import
     from trireme_shared.platform.etcd.etcd3_transport import Etcd3Transport  # noqa: PLC0415
 
-    return Etcd(Etcd3Transport(urls, user=user, password=password, ca=ca, cert=cert, key=key))
+    login = {"user": user, "password": password, "ca": ca, "cert": cert, "key": key}
+    return Etcd(Etcd3Transport(urls, share_watches=share_watches, **login))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -35,12 +36,12 @@ from pathlib import Path
 from typing import IO, Self
 
 from trireme_shared.platform.etcd.client import Etcd
-from trireme_shared.platform.etcd.errors import Fatal, Unauthenticated
+from trireme_shared.platform.etcd.errors import Damaged, Fatal, Unauthenticated
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.process_setup import die_with_parent
 from trireme_shared.platform.security import etcd_users, private_files
-from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
-from trireme_shared.protocol.errors import TriremeError
+from trireme_shared.platform.security.private_files import LOOK_S, SocketFolder, sweep_socket_folders
+from trireme_shared.protocol.errors import InvalidArgument, TriremeError
 
 CLIENT, PEER = (
     "client:0",
@@ -56,6 +57,13 @@ TERM_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 5
 GOGC = "400"  # its heap is small: with the default of 100 Go collects garbage many times a second
 LOG_BYTES = 4 << 20
+LOOKED_AT_BYTES, WORDS, SENTENCE_CHARACTERS = 64 << 10, 4, 500
+# what etcd says of a log, a snapshot or a database that is not as it wrote it
+_DAMAGE = re.compile(
+    r"crc mismatch|corrupt|cannot be repaired|WAL|wal: |walpb: |snap: |snapshot file|invalid database|"
+    r"failed to open database|Page expected|freepages|checksum error|version mismatch|"
+    r"unexpected EOF|file size too small|lastIndex",
+)
 # up to twice as much history is kept; a watch that is later starts from a new snapshot
 COMPACTION_RETENTION = "1m"
 QUOTA_BYTES = 8 << 30  # etcd's default is 2 GiB
@@ -199,7 +207,8 @@ class EmbeddedEtcd:
                 return
             await self.kill()
             if not (fresh and "address already in use" in failure and attempt + 1 < PORT_ATTEMPTS):
-                raise Fatal(failure, hint=f"its complete log is {self.log_path}")
+                kind = Damaged if _DAMAGE.search(failure) else Fatal
+                raise kind(failure, hint=f"its complete log is {self.log_path}", folder=str(self.data_dir))
 
     async def _demand_password(self, flags: tuple[str, ...], timeout_s: float) -> None:
         """Turn users on while only we reach it. Begins anew where an earlier start was interrupted. Raises
@@ -248,6 +257,22 @@ class EmbeddedEtcd:
         """Wait for the end of the child; returns its exit code (None if it never started)."""
         return await self._process.wait() if self._process is not None else None
 
+    async def until_end(self) -> str:
+        """Wait for the end of the child. It is ended if somebody deletes its socket (programs that clean
+        temporary folders do), because it listens anew at its start only: then the cause, else ""."""
+        ending, cause = asyncio.ensure_future(self.wait()), ""
+        try:
+            while not (await asyncio.wait([ending], timeout=LOOK_S))[0]:
+                if self._held is not None:
+                    with suppress(OSError, InvalidArgument):  # the next start says why
+                        self._held.look()
+                if not (self.host or (self._socket_folder / CLIENT).exists()):
+                    cause = f"its socket in {self._socket_folder} was deleted"
+                    self.send(signal.SIGKILL)
+            return cause
+        finally:
+            ending.cancel()
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal if the child runs."""
         if self._process is not None and self._process.returncode is None:
@@ -255,13 +280,13 @@ class EmbeddedEtcd:
                 self._process.send_signal(number)
 
     def last_words(self) -> str:
-        """The end of what it has written to its log since its last start."""
+        """What it has said last of its troubles since its last start, without Go's stacks."""
         if not self.log_path.exists():
             return "it wrote nothing"
         with self.log_path.open("rb") as written:
-            written.seek(max(self._log_start, self.log_path.stat().st_size - 2000))
-            text = written.read().decode("utf-8", "replace").strip()
-        return text or "it wrote nothing"
+            written.seek(max(self._log_start, self.log_path.stat().st_size - LOOKED_AT_BYTES))
+            text = written.read().decode("utf-8", "replace")
+        return "; ".join(_said(text)[-WORDS:]) or "it wrote nothing"
 
     # ------------------------------------------------------------ inside
 
@@ -293,14 +318,19 @@ class EmbeddedEtcd:
         """The folder of the sockets, which only this user can enter. Raises Fatal if somebody else has taken
         its name."""
         link = self.data_dir / SOCKETS
-        if self._held is not None and self._held.path.is_dir() and link.is_symlink():
-            return  # a restart of the child
-        self._remove_sockets()  # of a process that was killed
-        sweep_sockets()
         try:
+            if self._held is not None and link.is_symlink():  # a restart of the child
+                self._held.look()
+                return
+            self._remove_sockets()  # of a process that was killed
+            sweep_sockets()
             self._held = SocketFolder(PREFIX, self._sockets)
         except FileExistsError as error:
             raise Fatal(f"{self._sockets} was made by somebody else; remove it") from error
+        except InvalidArgument as error:
+            raise Fatal(error.message, hint=error.hint) from error
+        except OSError as error:
+            raise Fatal(f"a folder for etcd's sockets cannot be made: {error}") from error
         self._sockets = self._held.path
         link.symlink_to(self._sockets)
 
@@ -383,6 +413,25 @@ class EmbeddedEtcd:
         finally:
             await client.close()
         return f"etcd ({self.binary}) did not serve at {url} within {timeout_s:g} s: {self.last_words()}"
+
+
+def _said(text: str) -> list[str]:
+    """The sentences of etcd's log: errors as `message: cause`, and lines that are no JSON up to the stacks of
+    a panic."""
+    found = list[str]()
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            if line.startswith(("goroutine ", "[signal ", "fatal error: ")):
+                break
+            entry = line.strip()
+        if isinstance(entry, dict):
+            parts = (entry.get("msg"), entry.get("error") or entry.get("errors"))
+            entry = ": ".join(str(part) for part in parts if part)
+        if entry and str(entry) not in found:
+            found.append(str(entry)[:SENTENCE_CHARACTERS])
+    return found
 
 
 def sweep_sockets() -> None:

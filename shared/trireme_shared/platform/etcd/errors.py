@@ -96,6 +96,16 @@ class Fatal(CallerError):
     code, status = "ETCD_FATAL", 500
 
 
+class Damaged(Fatal):
+    """An etcd of ours cannot read its own files: a disk that lost writes, or somebody who changed them."""
+
+    code = "ETCD_DAMAGED"
+
+
+#: Errors with which no process goes on: from this etcd every task of it would get them again, or what it
+#: knows is not valid any more.
+UNUSABLE = (Fatal, Unauthenticated, WentBack)
+
 FREE_SPACE = (
     "free space: `etcdctl compact REVISION` (the newest: `etcdctl endpoint status`), `etcdctl "
     "defrag`, then `etcdctl alarm "

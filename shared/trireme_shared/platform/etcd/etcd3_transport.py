@@ -21,7 +21,7 @@ import socket
 import ssl
 from base64 import b64decode, b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -37,7 +37,8 @@ from trireme_shared.platform.etcd.errors import (
     of_answer,
     unanswered,
 )
-from trireme_shared.platform.etcd.operations import AUTHENTICATE, STATUS, Body, is_write
+from trireme_shared.platform.etcd.operations import AUTHENTICATE, STATUS, WATCH, Body, is_write
+from trireme_shared.platform.etcd.shared_watches import SharedWatches
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.telemetry import without_user
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 1.0
 QUIET_S = 3.0  # of a stream; then somebody asks whether the endpoint answers at all
 PROBE_S = 1.0
+MUTE = 3
 KEEPALIVE_S = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # the last one is a number of tries
 MAX_MESSAGE_BYTES = 64 << 20
 LARGE_BODY_BYTES = 1 << 19
@@ -104,7 +106,9 @@ class Etcd3Transport:
         ca: str = "",
         cert: str = "",
         key: str = "",
+        share_watches: bool = False,
     ) -> None:
+        """`share_watches`: all over one connection."""
         self.urls = tuple(_checked(without_user(url)) for url in urls)
         if not self.urls:
             raise InvalidArgument(
@@ -122,6 +126,9 @@ class Etcd3Transport:
         self._raft_term = 0
         self._quiet_told = False
         self._closed = False
+        self._shares = share_watches
+        self._shared: SharedWatches | None = None
+        self._mute = 0  # streams of shared watches in a row on which nothing came, though etcd answers
 
     def __repr__(self) -> str:
         return f"<Etcd3Transport {self.urls[self.current]} of {len(self.urls)}, raft term {self._raft_term}>"
@@ -148,13 +155,44 @@ class Etcd3Transport:
             raise unanswered(f"{where} gave no answer within {timeout_s:.3g} s", write=write) from None
 
     async def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
+        if not self._shares:
+            async with aclosing(self._stream(method, encode(body))) as messages:
+                async for message in messages:
+                    yield message
+            return
+        shared = self._shared_watches()
+        try:
+            async with aclosing(shared.watch(body["create_request"])) as messages:
+                async for message in messages:
+                    yield message
+        except Retryable as error:
+            self._mute = self._mute + 1 if shared.never_spoke and await self._answers() else 0
+            if self._shares and self._mute >= MUTE:
+                self._shares = False
+                log.warning("watches_have_connections_of_their_own", cause=str(error))
+            raise
+
+    def _shared_watches(self) -> SharedWatches:
+        if self._shared is None or self._shared.ended:
+            self._shared = SharedWatches(lambda requests: self._stream(WATCH, _encoded(requests)))
+        return self._shared
+
+    async def _answers(self) -> bool:
+        try:
+            await self.call(STATUS, {}, PROBE_S)
+        except TriremeError:
+            return False
+        return True
+
+    async def _stream(self, method: str, data: bytes | AsyncIterator[bytes]) -> AsyncGenerator[Body, None]:
+        """`data` in pieces: they are sent while messages come."""
         index, endpoint = self._in_use()
         where = f"etcd {method} at {endpoint.url}"
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(QUIET_S):
                     await self._log_in(None)
-                    posted = _posted(endpoint.streams, method, encode(body), self.token)
+                    posted = _posted(endpoint.streams, method, data, self.token)
                     response = await stack.enter_async_context(posted)
                     if response.status >= 400:
                         raise await _refusal(response, where, write=False)
@@ -175,6 +213,8 @@ class Etcd3Transport:
 
     async def close(self) -> None:
         self._closed = True
+        if self._shared is not None:
+            self._shared.end()
         sessions, self._sessions, self._endpoints = self._sessions, (), []
         for session in sessions:
             await session.close()
@@ -299,12 +339,14 @@ class Etcd3Transport:
 
 @asynccontextmanager
 async def _posted(
-    client: RawClient, method: str, data: bytes, token: str | None
+    client: RawClient, method: str, data: bytes | AsyncIterator[bytes], token: str | None
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     headers = {"Authorization": token} if token else {}
+    if not isinstance(data, bytes):
+        headers["Connection"] = "close"  # see SharedWatches
     timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
     # aiohttp warns of large bodies that are bytes
-    body = data if len(data) < LARGE_BODY_BYTES else io.BytesIO(data)
+    body = io.BytesIO(data) if isinstance(data, bytes) and len(data) >= LARGE_BODY_BYTES else data
     async with client.call_rpc(method, body, raw=True, headers=headers, timeout=timeout) as response:
         yield response
 
@@ -319,6 +361,11 @@ def _notice_dead_peer(response: aiohttp.ClientResponse) -> None:
         for name, value in KEEPALIVE_S.items():
             if hasattr(socket, name):
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+async def _encoded(requests: AsyncIterator[Body]) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield encode(request) + b"\n"
 
 
 async def _lines(

@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from trireme_shared.platform.etcd.client import Etcd
 from trireme_shared.platform.etcd.errors import Compacted
-from trireme_shared.platform.etcd.operations import KeyValue
+from trireme_shared.platform.etcd.operations import KeyValue, Put
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import NotFound, NotReady, StateUnreadable
 from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.state_schema import StateSchema
 
 SHOWN_BYTES = 100
 PAGE = 500
@@ -33,7 +34,7 @@ def read_record(kind: type[T], key: str, value: bytes | None) -> T | None:
     if value is None:
         return None
     try:
-        return kind.model_validate_json(value)
+        return kind.from_bytes(value)
     except ValidationError as error:
         log.warning("value_unreadable", key=key, bytes=len(value), cause=str(error))
         return None
@@ -53,7 +54,7 @@ def read_number(key: str, value: bytes | None) -> int | None:
 def must_read(kind: type[T], key: str, value: bytes) -> T:
     """Raises StateUnreadable."""
     with understood(key, value):
-        return kind.model_validate_json(value)
+        return kind.from_bytes(value)
 
 
 @contextmanager
@@ -68,6 +69,16 @@ def understood(key: str, value: bytes) -> Iterator[None]:
             "start a new job"
         )
         raise StateUnreadable(msg, hint=hint, key=key) from error
+
+
+def schema_to_write(key: str, found: KeyValue | None) -> list[Put]:
+    """What a leader writes at `key` about the form of its keys; nothing if that or a later form is there.
+    Raises StateUnreadable if this program does not know the form."""
+    known = must_read(StateSchema, key, found.value) if found is not None else None
+    if known is not None:
+        known.check(key)
+    own = StateSchema.own()
+    return [Put(key, own.to_bytes())] if known is None or known.schema_version < own.schema_version else []
 
 
 async def read_below(etcd: Etcd, prefix: str, page: int = PAGE) -> tuple[dict[str, KeyValue], int]:

@@ -45,6 +45,7 @@ from trireme_shared.platform.etcd import (
 from trireme_shared.platform.etcd.reading import read_number, read_record
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
+from trireme_shared.platform.runtime.containment import LongLivedGroup
 from trireme_shared.protocol.errors import DeadlineExceeded, PeerError, TriremeError
 from trireme_shared.protocol.evaluations import EvaluationStatus
 from trireme_shared.protocol.keys import Keys
@@ -336,7 +337,7 @@ class OwnKey(Generic[R]):
 
     async def hold(self) -> None:
         """Keep the key and its value; returns when it is lost or released. Run it in a TaskGroup."""
-        async with asyncio.TaskGroup() as group:
+        async with LongLivedGroup() as group:
             writing = group.create_task(self._keep_value())
             while not self._lost:
                 over = self.lease

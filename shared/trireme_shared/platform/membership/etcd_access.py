@@ -35,11 +35,12 @@ class EtcdAccess:
     def __str__(self) -> str:
         return ", ".join(self.urls)
 
-    def connect(self) -> Etcd:
-        """A client; close it at the end. Raises InvalidArgument if an address or a file cannot be used."""
-        return connect(
-            self.urls, user=self.user, password=self._password(), ca=self.ca, cert=self.cert, key=self.key
-        )
+    def connect(self, *, share_watches: bool = False) -> Etcd:
+        """A client; close it at the end. `share_watches`: all over one connection. Raises InvalidArgument if
+        an address or a file cannot be used."""
+        login = {"user": self.user, "password": self._password()}
+        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
+        return connect(self.urls, **login, **files, share_watches=share_watches)
 
     def _password(self) -> str:
         if self.password or not self.password_file:

@@ -48,8 +48,7 @@ class LocalScripts:
             source = (await self._stored(script, digest)).with_fields(file_name=file_name)
         elif (path := files.local_path(script)) is None:
             source = await self._remote(script)
-        elif path.expanduser().is_file():
-            found = path.expanduser().absolute()
+        elif (found := at_home(path)).is_file():
             await asyncio.to_thread(check_digests, found, sources)
             return found
         else:
@@ -104,6 +103,12 @@ class LocalScripts:
         )
         private_files.make_own_folder(folder)
         return folder
+
+
+def at_home(path: str | Path) -> Path:
+    """Absolute, `~` as the user's home. It stays where that is not known: a user without HOME and without an
+    entry in the system's list of users."""
+    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111  Path.expanduser raises RuntimeError
 
 
 MAX_FILES = 256  # of one job

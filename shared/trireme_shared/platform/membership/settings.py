@@ -4,21 +4,72 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.membership.etcd_access import EtcdAccess, split
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.telemetry import hidden
+from trireme_shared.platform.runtime.variables import without_service_links
 from trireme_shared.platform.security.access import Access, is_loopback
 from trireme_shared.platform.security.tls import Tls
 from trireme_shared.platform.security.tokens import OwnToken, Tokens, parse_table
 
 TOKENS = ("token", "token_file", "tokens", "tokens_file")
 CONFIGURATION = 2  # exit code of a process whose settings cannot be used
+
+Read = TypeVar("Read", bound=BaseSettings)
+
+log = telemetry.logger("settings")
+
+
+def read(kind: type[Read]) -> Read:
+    """The settings of this process. Names each variable that is wrong on standard error, and ends the process
+    with CONFIGURATION."""
+    try:
+        return kind()
+    except ValidationError as error:
+        for item in error.errors():
+            sys.stderr.write(f"{_problem(item)}\n")
+    sys.exit(CONFIGURATION)
+
+
+def _problem(item: Any) -> str:
+    name, value = "_".join(map(str, item["loc"])), item["input"]
+    given = f"={value}" if isinstance(value, str) else ""
+    return hidden(f"TRIREME_{name.upper()}{given}: {item['msg']}")
+
+
+def _look_up(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        log.warning(
+            "own_name_unknown",
+            host=host,
+            cause=f"{host} cannot be looked up: {error.strerror}",
+            hint="set TRIREME_ADVERTISE to a name or an address by which peers reach this process",
+        )
+
+
+def of_environment(variables: PydanticBaseSettingsSource) -> PydanticBaseSettingsSource:
+    """The variables of the environment as settings, without those of service links."""
+    assert isinstance(variables, EnvSettingsSource)
+    given = {name: value for name, value in variables.env_vars.items() if value is not None}
+    variables.env_vars = without_service_links(given)
+    return variables
 
 
 class MemberSettings(BaseSettings):
@@ -77,13 +128,27 @@ class MemberSettings(BaseSettings):
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Names each variable that is wrong on standard error, and ends the process with CONFIGURATION."""
-        try:
-            return cls()
-        except ValidationError as error:
-            for item in error.errors():
-                sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
-        sys.exit(CONFIGURATION)
+        """As `read`."""
+        return read(cls)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments before the environment."""
+        return init_settings, of_environment(env_settings)
+
+    def look_up_own_name(self) -> None:
+        """Tell in the log if the host that peers use has a name without an address: nobody would reach this
+        process, and only they would notice. It does not end the process: in Kubernetes a name may get its
+        address once the process is ready. Does not wait."""
+        host = self.advertised.strip("[]")
+        threading.Thread(target=_look_up, args=(host,), name="own name", daemon=True).start()
 
     @property
     def advertised(self) -> str:

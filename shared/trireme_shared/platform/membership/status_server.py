@@ -73,7 +73,8 @@ class StatusServer:
         return web.json_response({"status": "ready", **beside})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        asked = Asked.of(request.method, request.headers, request.get_extra_info("sockname"))
+        ends = (request.get_extra_info("sockname"), request.get_extra_info("peername"))
+        asked = Asked.of(request.method, request.headers, *ends)
         try:
             self._access.admit(asked, Role.VIEWER)
         except TriremeError as error:

@@ -21,6 +21,11 @@ def secret() -> str:
     return secrets.token_urlsafe(32)
 
 
+def secret_odd() -> int:
+    """An odd number of 64 bits, as `secret`."""
+    return secrets.randbits(64) | 1
+
+
 def jitter(seconds: float) -> float:
     """Between half of `seconds` and all of it."""
     return seconds * (0.5 + source.random() / 2)

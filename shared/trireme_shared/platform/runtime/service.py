@@ -16,16 +16,16 @@ import os
 import platform
 import resource
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime import output, telemetry
 from trireme_shared.protocol.errors import TriremeError, leaves
 
 DRAIN_SECONDS = 20.0
 # enough for every reader, and small enough for programs that close all numbers up to the limit
 OPEN_FILES = 1 << 16
+LAST_WORDS_S = 0.5  # of a process that ends at once, for whoever reads them
 LEASE_LOST, INTERRUPTED = 75, 130  # exit codes; 75: the process lost its place in the job, start it again
 EXIT_CODES = {"SCRIPT_CHANGED": 76}  # of errors by which a launcher can tell the user what to do
 READY_FILE = "TRIREME_READY_FILE"
@@ -56,6 +56,17 @@ def allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_files() -> tuple[int, int]:
+    """How many files (sockets too) this process has open, and how many it may have. On systems without /proc
+    the first one is 0: not known."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        found = sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1  # that of the listing itself
+    except OSError:
+        found = 0
+    return found, OPEN_FILES if most == resource.RLIM_INFINITY else most
 
 
 def ready(url: str = "") -> None:
@@ -90,7 +101,7 @@ async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: flo
     def on_signal(name: str) -> None:
         if stopping.is_set():
             log.info("stopped_at_once", signal=name)
-            sys.stderr.flush()
+            output.drain(LAST_WORDS_S)
             os._exit(INTERRUPTED)  # a normal exit would wait for threads that compute or write
         log.info("stopping", signal=name)
         stopping.set()

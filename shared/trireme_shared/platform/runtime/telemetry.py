@@ -9,31 +9,21 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, TextIO, cast
 
 import structlog
 
 from trireme_shared.platform.runtime import clock
+from trireme_shared.platform.runtime.output import Unfailing
+from trireme_shared.protocol.urls import without_passwords
 
 
-class _Unfailing:
-    """A text stream whose writes never raise: a log on a full disk must not end what is logged."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+class _WithoutPasswords(Unfailing):
+    """Of logs: see `without_passwords`. Each write is a whole line."""
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
+        super().write(without_passwords(text))
         return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
 
 
 class Tally:
@@ -58,7 +48,7 @@ class Tally:
 def unfailing_output() -> None:
     """From now on a `print`, of a user's script for example, raises nothing if it cannot be written: a full
     disk is no error of the script."""
-    sys.stdout, sys.stderr = cast("TextIO", _Unfailing(sys.stdout)), cast("TextIO", _Unfailing(sys.stderr))
+    sys.stdout, sys.stderr = cast("TextIO", Unfailing(sys.stdout)), cast("TextIO", Unfailing(sys.stderr))
 
 
 def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) -> None:
@@ -66,6 +56,7 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
     stderr is a terminal."""
     as_json = (not sys.stderr.isatty()) if json is None else json
     threshold = logging.getLevelNamesMapping()[level.upper()]
+    stream = cast("TextIO", _WithoutPasswords(sys.stderr))
     structlog.configure(
         processors=[
             # a context variable would not be there in threads
@@ -73,13 +64,16 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info if as_json else structlog.dev.set_exc_info,
-            structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(),
+            structlog.processors.JSONRenderer()
+            if as_json
+            # no values of variables: some are secrets
+            else structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(sys.stderr))),
+        logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )
-    logging.basicConfig(level=max(threshold, logging.WARNING), stream=sys.stderr, force=True)
+    logging.basicConfig(level=max(threshold, logging.WARNING), stream=stream, force=True)
     # a traceback for each request that is no HTTP: peers could fill the disk; errors of ours are told by the
     # guard of the routes
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
@@ -96,7 +90,7 @@ def only_warnings() -> None:
                 structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
             ],
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-            logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(sys.stderr))),
+            logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _WithoutPasswords(sys.stderr))),
             cache_logger_on_first_use=False,
         )
 
@@ -107,18 +101,16 @@ def logger(room: str) -> structlog.stdlib.BoundLogger:
     return bound
 
 
-_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/@\s'\"]*@")
 _SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET|CREDENTIAL")
 SHORTEST = 6  # shorter values would blot out words
 
 
 def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Without what stands before @ in URLs, and without the values of variables whose names say that they are
-    secret."""
+    """As `without_passwords`, and without the values of variables whose names say that they are secret."""
     for name, value in environment.items():
         if len(value) >= SHORTEST and _SECRET.search(name.upper()) and value in text:
             text = text.replace(value, "***")
-    return _USER.sub(r"\1***@", text)
+    return without_passwords(text)
 
 
 def without_user(addresses: str) -> str:

@@ -5,18 +5,27 @@ Host  ──► a name of this service? else 421: a web page whose name was poin
 Origin ─► none, or this service's own? else 403: pages of other sites can send requests, but not read or
           change anything here
 token ──► known? else 401; does its role include the one that the route needs? else 403
+
+Refusals are in the log of the process, one line for each kind within REFUSALS_S: whoever reaches the port can
+cause any number of them.
 """
 
 from __future__ import annotations
 
+import socket
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime.telemetry import Tally
 from trireme_shared.platform.security.tokens import Role, Tokens
 from trireme_shared.protocol.errors import (
+    CallerError,
     Forbidden,
     ForeignOrigin,
     Unauthorized,
@@ -33,12 +42,15 @@ FORMS = frozenset(
     {"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"}
 )  # pages may send these anywhere
 SAME_SITE = frozenset({"", "same-origin", "none"})  # of Sec-Fetch-Site; none: typed by a person
+REFUSALS_S = 10.0
+
+log = telemetry.logger("access")
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a request says of itself; "" where the header is missing. `address`: of the host where the
-    connection arrived, "" for a UNIX socket."""
+    connection arrived, "" for a UNIX socket; `peer`: of who asks. `request_id`: as the answer names it."""
 
     method: str
     host: str = ""
@@ -47,10 +59,13 @@ class Asked:
     content_type: str = ""
     authorization: str = ""
     address: str = ""
+    peer: str = ""
+    request_id: str = ""
 
     @classmethod
-    def of(cls, method: str, headers: Mapping[str, str], sockname: object) -> Asked:
-        """`headers`: found whatever the case of their names; `sockname`: of the connection's own end."""
+    def of(cls, method: str, headers: Mapping[str, str], sockname: object, peername: object = None) -> Asked:
+        """`headers`: found whatever the case of their names; `sockname`, `peername`: of both ends of the
+        connection."""
         return cls(
             method,
             host=headers.get("Host", ""),
@@ -59,7 +74,26 @@ class Asked:
             content_type=headers.get("Content-Type", ""),
             authorization=headers.get("Authorization", ""),
             address=str(sockname[0]) if isinstance(sockname, tuple) else "",
+            peer=str(peername[0]) if isinstance(peername, tuple) else "",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request. `token`: the name of the token, never the token; "": nobody is asked for one.
+    `address`: of the connection, "" for a UNIX socket."""
+
+    role: Role
+    token: str = ""
+    address: str = ""
+
+    def __str__(self) -> str:
+        parts = (f"token {self.token}" if self.token else "", self.address)
+        return " at ".join(part for part in parts if part) or "REST"
+
+
+#: Of the request that this task serves; None: it serves none, or nobody is asked who sends it.
+CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,33 +102,54 @@ class Access:
 
     tokens: Tokens = field(default_factory=Tokens)
     hosts: frozenset[str] = frozenset()
+    _refusals: defaultdict[str, Tally] = field(
+        init=False, repr=False, compare=False, default_factory=lambda: defaultdict(Tally)
+    )
 
     @classmethod
     def of(cls, tokens: Tokens, hosts: Iterable[str] = ()) -> Access:
         return cls(tokens, frozenset(plain_host(host) for host in hosts if host))
 
-    def admit(self, asked: Asked, needed: Role | None) -> Role | None:
-        """The role that the token has (admin, where nobody is asked for one). `needed` None: no token is, and
-        none is looked at. Raises UnknownHost, ForeignOrigin, UnsupportedMediaType, Unauthorized,
-        Forbidden."""
+    def admit(self, asked: Asked, needed: Role | None) -> Caller | None:
+        """Who asks, with the role that the token has (admin, where nobody is asked for one). `needed` None:
+        no token is, and none is looked at. Raises UnknownHost, ForeignOrigin, UnsupportedMediaType,
+        Unauthorized, Forbidden."""
+        try:
+            return self._admit(asked, needed)
+        except CallerError as error:
+            tally = self._refusals[error.code]
+            tally.add()
+            if count := tally.due(REFUSALS_S):
+                log.warning(
+                    "request_refused",
+                    count=count,
+                    code=error.code,
+                    cause=error.message,
+                    method=asked.method,
+                    peer=asked.peer,
+                    request_id=asked.request_id,
+                )
+            raise
+
+    def _admit(self, asked: Asked, needed: Role | None) -> Caller | None:
         self._check_host(asked)
         _check_page(asked)
         if needed is None:
             return None
         if not self.tokens.required:
-            return Role.ADMIN
+            return Caller(Role.ADMIN, address=asked.peer)
         given = asked.authorization
         token = given[len(BEARER) :].strip() if given[: len(BEARER)].lower() == BEARER else ""
-        role = self.tokens.role_of(token) if token else None
-        if role is None:
+        found = self.tokens.find(token) if token else None
+        if found is None:
             what = "a bearer token that is unknown or has expired" if token else "no bearer token"
             raise Unauthorized(
                 f"the request has {what}", hint="give a token in TRIREME_TOKEN or TRIREME_TOKEN_FILE"
             )
-        if not role.may(needed):
-            msg = f"a token with the role {role} was given, and this needs the role {needed}"
+        if not found.role.may(needed):
+            msg = f"the token {found.name} has the role {found.role}, and this needs the role {needed}"
             raise Forbidden(msg, hint=f"use a token with the role {needed}; `trireme token create` makes one")
-        return role
+        return Caller(found.role, found.name, asked.peer)
 
     def _check_host(self, asked: Asked) -> None:
         host = plain_host(host_in(asked.host)) if len(asked.host) <= HOST_CHARACTERS else ""
@@ -145,3 +200,14 @@ def is_loopback(host: str) -> bool:
         return ip_address(plain_host(host)).is_loopback
     except ValueError:
         return plain_host(host) == "localhost"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of a socket that listens at `host`: IPv6 for such an address, and for a name that has no other."""
+    if ":" in host:
+        return socket.AF_INET6
+    try:
+        families = {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:  # whoever binds says why
+        return socket.AF_INET
+    return socket.AF_INET6 if families == {socket.AF_INET6} else socket.AF_INET

@@ -11,12 +11,13 @@ import asyncio
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.security.access import family_of
 from trireme_shared.protocol.errors import CallerError
 
 if TYPE_CHECKING:
@@ -187,16 +188,10 @@ class Arrivals:
 
 @asynccontextmanager
 async def listening(
-    runner: web.AppRunner,
-    arrivals: Arrivals,
-    host: str,
-    port: int,
-    tls: ssl.SSLContext | None,
-    beside: Sequence[Callable[[], socket.socket]] = (),
+    runner: web.AppRunner, arrivals: Arrivals, host: str, port: int, tls: ssl.SSLContext | None
 ) -> AsyncIterator[int]:
-    """The port, until the `with` block ends; then `runner` is cleaned up. `port` 0: a free one. `beside` make
-    sockets that are served as well, never over `tls`. Raises CallerError if the port is taken, and what
-    `beside` raise."""
+    """The port, until the `with` block ends; then `runner` is cleaned up, with all sites that it has by then.
+    `port` 0: a free one. Raises CallerError if the port is taken."""
     from aiohttp import web  # noqa: PLC0415  a master serves by uvicorn
 
     await runner.setup()
@@ -208,8 +203,6 @@ async def listening(
             await web.SockSite(runner, listener).start()
         else:
             over_tls = TlsServer(listener, tls, runner.server, per_peer=arrivals.per_peer, held=arrivals.held)
-        for bind in beside:
-            await web.SockSite(runner, bind()).start()
         looking = asyncio.ensure_future(arrivals.run(runner.server))
         try:
             yield listener.getsockname()[1]
@@ -224,9 +217,8 @@ async def listening(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=128)
+        return socket.create_server((host, port), family=family_of(host), backlog=128)
     except OSError as error:
         msg = (
             f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or "

@@ -94,15 +94,22 @@ def read_table(path: Path) -> TokenTable:
 
 def check_private(path: Path, found: os.stat_result) -> None:
     """Raises InvalidArgument unless `path` is a regular file of this user (or of root) that no other can read
-    or write."""
+    or write. A file of root may be readable for a group of this process: so Kubernetes mounts secrets with
+    `fsGroup`, as 0440."""
     if not stat.S_ISREG(found.st_mode):
         raise InvalidArgument(f"{path} is no regular file")
     if found.st_uid not in (0, os.geteuid()):
         msg = f"{path} belongs to user {found.st_uid}, this process runs as {os.geteuid()}"
         raise InvalidArgument(msg, hint=f"chown {os.geteuid()} {path}")
-    if found.st_mode & 0o077:
+    mounted = found.st_uid == 0 and found.st_gid in _own_groups()
+    if found.st_mode & (0o037 if mounted else 0o077):
         msg = f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: other users of this machine can use it"
         raise InvalidArgument(msg, hint=f"chmod 600 {path}")
+
+
+def _own_groups() -> set[int]:
+    """Those of this process, without root's own: accounts of a machine are in that one."""
+    return {os.getegid(), *os.getgroups()} - {0}
 
 
 def private_text(path: Path, limit_bytes: int = FILE_BYTES) -> str:
@@ -196,22 +203,27 @@ class Tokens:
             else "<Tokens: none>"
         )
 
-    def role_of(self, token: str) -> Role | None:
+    def find(self, token: str) -> TokenRecord | None:
         """None: it is unknown or over. The time that this takes tells nothing about the tokens."""
         if self._file is not None and clock.monotonic() - self._looked >= LOOK_S:
             self._follow(self._file)
-        role = self._found(token)
-        if role is None and self._file is not None and self._follow(self._file):
+        record = self._found(token)
+        if record is None and self._file is not None and self._follow(self._file):
             return self._found(token)
-        return role
+        return record
 
-    def _found(self, token: str) -> Role | None:
+    def role_of(self, token: str) -> Role | None:
+        """As `find`."""
+        record = self.find(token)
+        return record.role if record is not None else None
+
+    def _found(self, token: str) -> TokenRecord | None:
         given, now = digest_of(token), clock.wall_time()
-        role = None
+        found = None
         for each in self._table.tokens:
             if hmac.compare_digest(each.sha256, given) and not each.is_over(now):
-                role = each.role
-        return role
+                found = each
+        return found
 
     def _follow(self, file: Path) -> bool:
         """Whether the file has changed."""

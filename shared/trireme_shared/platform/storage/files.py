@@ -30,15 +30,16 @@ from trireme_shared.platform.runtime import ids
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.storage import object_store
 from trireme_shared.platform.storage.direct_file import DirectFile
+from trireme_shared.platform.storage.object_store import TEMPORARY
 from trireme_shared.protocol.errors import (
     DatasetError,
     InvalidArgument,
     PeerError,
     ResourceExhausted,
     StorageUnreachable,
+    TriremeError,
 )
 
-TEMPORARY = ".tmp"
 _MAGIC = frozenset("*?[")
 _STORES = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "oss://")
 _FILE_ERRORS = (
@@ -81,7 +82,7 @@ def expand(url: str) -> list[str]:
     Raises InvalidArgument for an unknown protocol, OSError if the place cannot be listed.
     """
     filesystem, path = _resolve(url)
-    with _explaining(url):
+    with _asking(url):
         if _is_file(filesystem, path):
             found = [path]
         elif is_glob(path):
@@ -121,14 +122,14 @@ def _is_file(filesystem: Any, path: str) -> bool:
 
 def exists(url: str) -> bool:
     filesystem, path = _resolve(url)
-    with _explaining(url):
+    with _asking(url):
         return bool(filesystem.exists(path))
 
 
 def size(url: str) -> int:
     """Bytes of a file. Raises FileNotFoundError."""
     filesystem, path = _resolve(url)
-    with _explaining(url):
+    with _asking(url):
         found = filesystem.size(path)
     if found is None:
         raise OSError(f"the server of {url} does not say how many bytes the file has")
@@ -139,7 +140,7 @@ def stamp(url: str) -> str:
     """Changes whenever the file is written again; "" if the storage cannot say, or the file is not there."""
     try:
         filesystem, path = _resolve(url)
-        with _explaining(url):
+        with _asking(url):
             found = filesystem.info(path)
     except (OSError, InvalidArgument):
         return ""
@@ -153,7 +154,7 @@ def size_and_tag(url: str) -> tuple[int, str]:
     """Bytes of a file, and the ETag of an object of a store ("": any other file; servers of one file by HTTP
     may each have their own). Raises OSError."""
     filesystem, path = _resolve(url)
-    with _explaining(url):
+    with _asking(url):
         found = filesystem.info(path)
     if found["type"] != "file":
         raise IsADirectoryError(f"{url} is no file")
@@ -170,7 +171,7 @@ def open_read(url: str) -> Iterator[BinaryIO]:
 
 
 def read_bytes(url: str) -> bytes:
-    with open_read(url) as file:
+    with _asking(url), open_read(url) as file:
         return file.read()
 
 
@@ -180,7 +181,7 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
     not at all.
 
     Local: temp name in the same folder (past the page cache), fsync, rename, fsync of the folder. S3: one
-    upload, completed or aborted. Elsewhere: written locally, then put as one file.
+    upload, completed or aborted. Elsewhere: written locally, without a name, then put as one file.
     """
     filesystem, name = _resolve(url)
     if object_store.is_s3(url):
@@ -188,13 +189,12 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
             yield file
         return
     if not isinstance(filesystem, LocalFileSystem):
-        with tempfile.TemporaryDirectory(prefix="trireme-") as folder:
-            local = Path(folder) / "object"
-            with local.open("wb") as file:
-                yield file
+        with tempfile.TemporaryFile() as local:  # without a name it goes with this process, whatever ends it
+            yield cast("BinaryIO", local)
+            local.seek(0)
             # fsspec has no public name for it
             filesystem.makedirs(filesystem._parent(name), exist_ok=True)  # noqa: SLF001
-            filesystem.put_file(str(local), name)
+            filesystem.put_file(f"/dev/fd/{local.fileno()}", name)
         return
     path = Path(name)
     private_files.make_missing(path.parent)
@@ -214,7 +214,7 @@ def write_bytes(url: str, content: bytes | memoryview) -> None:
     """`content` under `url`, all or nothing."""
     filesystem, name = _resolve(url)
     if object_store.is_s3(url):
-        with _explaining(url):
+        with _asking(url):
             filesystem.pipe_file(name, bytes(content))
         return
     with write_atomic(url) as file:
@@ -225,7 +225,7 @@ def names(url: str) -> list[str]:
     """The names directly in a folder, sorted; empty if the folder does not exist. Raises OSError."""
     filesystem, path = _resolve(url)
     try:
-        with _explaining(url):
+        with _asking(url):
             found = filesystem.ls(path, detail=False)
     except object_store.NoBucket:
         raise
@@ -247,7 +247,7 @@ def below(url: str) -> list[str]:
             for folder, _, found in os.walk(path)
             for name in found
         ]
-    with _explaining(url):
+    with _asking(url):
         start = len(path.rstrip("/")) + 1
         return [str(name)[start:] for name in filesystem.find(path)]
 
@@ -255,7 +255,7 @@ def below(url: str) -> list[str]:
 def remove_file(url: str) -> None:
     """A missing file is no error. Raises OSError."""
     filesystem, path = _resolve(url)
-    with _explaining(url), contextlib.suppress(FileNotFoundError):
+    with _asking(url), contextlib.suppress(FileNotFoundError):
         filesystem.rm_file(path)
 
 
@@ -263,12 +263,11 @@ def remove_tree(url: str) -> None:
     """The folder and everything in it, unfinished uploads too. A missing folder is no error. Raises
     OSError."""
     filesystem, path = _resolve(url)
-    if object_store.is_s3(url):
-        with _explaining(url):
+    with _asking(url), contextlib.suppress(FileNotFoundError):
+        if object_store.is_s3(url):
             object_store.remove_tree(filesystem, path)
-        return
-    with contextlib.suppress(FileNotFoundError):
-        filesystem.rm(path, recursive=True)
+        else:
+            filesystem.rm(path, recursive=True)
 
 
 def sweep(url: str) -> int:
@@ -279,7 +278,7 @@ def sweep(url: str) -> int:
     """
     filesystem, path = _resolve(url)
     if object_store.is_s3(url):
-        with _explaining(url):
+        with _asking(url):
             return object_store.abort_uploads(filesystem, path)
     if not isinstance(filesystem, LocalFileSystem):
         return 0
@@ -344,7 +343,21 @@ def _explaining(url: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """As `_explaining`, around nothing but calls of the storage's library: what else that raises is an
+    OSError, too."""
+    try:
+        with _explaining(url):
+            yield
+    except (OSError, TriremeError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+
+
 def _resolve(url: str) -> tuple[Any, str]:
+    url = str(url)  # of a Url, the text that a file is opened by
     if object_store.is_s3(url):
         filesystem = object_store.filesystem()
         # fsspec has no public name for it

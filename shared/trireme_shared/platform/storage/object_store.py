@@ -1,8 +1,10 @@
 """S3 for shared/trireme_shared/platform/storage/files.py: the client's settings, uploads that appear complete
 or not at all, readable errors.
 
-    write ─► parts of an upload ─► completed: the object is there
-                             └── anything else ─► aborted: no object, and no parts that cost money
+    write ─► marker ─► parts of an upload ─► completed: the object is there
+                                       └── anything else ─► aborted: no object, and no parts that cost money
+             `─ an empty object beside it, which goes at the end; of a writer that was killed it stays, and
+                tells `abort_uploads` the key. MinIO lists unfinished uploads by exact keys only
 
 Endpoint and credentials come from the usual AWS_* variables and files. Everything here blocks, no request for
 longer than REQUEST_S; without this limit the client would wait without end for a server that stops reading.
@@ -12,16 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, BinaryIO, cast
 
-from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.protocol.errors import InvalidArgument
 
+TEMPORARY = ".tmp"  # of files and markers of writers that are not done
 PROTOCOLS = ("s3://", "s3a://")
 CONNECT_S = 5.0
 READ_S = 30.0
@@ -86,42 +90,141 @@ def _bounded() -> Any:
 @contextmanager
 def write(filesystem: Any, path: str) -> Iterator[BinaryIO]:
     """The object appears when the block ends without an exception. Uses memory for two parts."""
-    file = filesystem.open(path, "wb", block_size=PART_BYTES, autocommit=False)
+    upload = _Upload(filesystem, path)
     try:
-        yield cast("BinaryIO", file)
-        file.close()
-        file.commit()
+        yield cast("BinaryIO", upload)
+        upload.complete()
     except BaseException:
-        file.closed = True  # else the garbage collector would upload the rest
         try:
-            file.discard()
+            upload.abort()
         # the first error is the one to raise; `abort_uploads` removes this upload later
         except Exception as error:  # noqa: BLE001
             log.warning("upload_left", path=path, cause=str(error))
         raise
 
 
+class _Upload(io.RawIOBase):
+    """Files of s3fs are not used here: one that is not finished in order is finished by the garbage
+    collector. An object smaller than a part is written by one request."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem, self._path = filesystem, path
+        self._bucket, _, self._key = path.partition("/")
+        self._marker = marker_of(self._key, ids.new_id())
+        self._waiting = bytearray()  # less than a part
+        self._upload = ""  # its id; "": it was not begun
+        self._parts: list[dict[str, Any]] = []
+        self._size = 0
+
+    def __repr__(self) -> str:
+        return f"<_Upload {self._path}: {self._size} bytes in {len(self._parts)} parts>"
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, content: Any, /) -> int:
+        """Raises OSError."""
+        view = memoryview(content)
+        size = view.nbytes
+        view = view.cast("B") if size else view[:0]
+        for start in range(0, size, PART_BYTES):
+            self._waiting += view[start : start + PART_BYTES]
+            while len(self._waiting) >= PART_BYTES:
+                self._send(bytes(self._waiting[:PART_BYTES]))
+                del self._waiting[:PART_BYTES]
+        self._size += size
+        return size
+
+    def complete(self) -> None:
+        """Raises OSError."""
+        if not self._upload:
+            self._filesystem.pipe_file(self._path, bytes(self._waiting))
+            return
+        if self._waiting:
+            self._send(bytes(self._waiting))
+        self._call("complete_multipart_upload", MultipartUpload={"Parts": self._parts})
+        self._upload = ""
+        self._unmark()
+
+    def abort(self) -> None:
+        """Raises OSError: the marker stays."""
+        self._waiting.clear()
+        if self._upload:
+            with contextlib.suppress(FileNotFoundError):  # it was completed, and the answer was lost
+                self._call("abort_multipart_upload")
+            self._upload = ""
+            self._unmark()
+
+    def _begin(self) -> None:
+        self._filesystem.call_s3("put_object", Bucket=self._bucket, Key=self._marker, Body=b"")
+        try:
+            begun = self._filesystem.call_s3("create_multipart_upload", Bucket=self._bucket, Key=self._key)
+        except (PermissionError, FileNotFoundError):  # after any other error there may be an upload
+            self._unmark()
+            raise
+        self._upload = str(begun["UploadId"])
+
+    def _send(self, content: bytes) -> None:
+        if not self._upload:
+            self._begin()
+        part: dict[str, Any] = {"PartNumber": len(self._parts) + 1}
+        answer = self._call("upload_part", **part, Body=content)
+        part |= {name: answer[name] for name in ("ETag", "ChecksumSHA256") if name in answer}
+        self._parts.append(part)
+
+    def _call(self, method: str, **named: Any) -> Any:
+        return self._filesystem.call_s3(
+            method, Bucket=self._bucket, Key=self._key, UploadId=self._upload, **named
+        )
+
+    def _unmark(self) -> None:
+        """The object is whole, or there is no upload of it."""
+        try:
+            self._filesystem.call_s3("delete_object", Bucket=self._bucket, Key=self._marker)
+        except Exception as error:  # noqa: BLE001  a marker that stays does no harm
+            log.warning("marker_left", path=f"{self._bucket}/{self._marker}", cause=str(error))
+
+
+def marker_of(key: str, writer: str) -> str:
+    """Of the upload of that object by one writer; named as temporary files of local folders are."""
+    folder, _, name = key.rpartition("/")
+    return f"{folder}{'/' if folder else ''}.{name}.{writer}{TEMPORARY}"
+
+
+def marked_by(key: str) -> str:
+    """The object whose upload a marker tells; "": it is no marker."""
+    folder, _, name = key.rpartition("/")
+    object_name = name[1:].removesuffix(TEMPORARY).rpartition(".")[0]
+    if not (name.startswith(".") and name.endswith(TEMPORARY) and object_name):
+        return ""
+    return f"{folder}{'/' if folder else ''}{object_name}"
+
+
 def remove_tree(filesystem: Any, path: str) -> None:
     """Remove every object below `path`, and abort every unfinished upload there. Raises OSError."""
-    bucket, prefix = _split(path)
-    for page in _pages(filesystem, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=AT_ONCE):
-        keys = [{"Key": found["Key"]} for found in page.get("Contents", ())]
-        if not keys:
-            continue
-        answer = filesystem.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
-        for refused in answer.get("Errors", ()):
-            msg = (
-                f"s3://{bucket}/{refused.get('Key')} cannot be deleted: {refused.get('Code')} "
-                f"{refused.get('Message')}"
-            )
-            raise PermissionError(msg)
-    abort_uploads(filesystem, path)
+    abort_uploads(filesystem, path)  # while their markers are there
+    bucket, _ = _split(path)
+    for keys in _listed(filesystem, path):
+        _delete(filesystem, bucket, keys)
 
 
 def abort_uploads(filesystem: Any, path: str) -> int:
     """Abort all unfinished uploads below `path`; the caller knows that their writers are gone. Returns how
     many. Raises OSError."""
     bucket, prefix = _split(path)
+    aborted = _abort(filesystem, bucket, prefix)
+    for keys in _listed(filesystem, path):
+        markers = [key for key in keys if marked_by(key)]
+        aborted += sum(_abort(filesystem, bucket, marked_by(marker)) for marker in markers)
+        _delete(filesystem, bucket, markers)
+    return aborted
+
+
+def _abort(filesystem: Any, bucket: str, prefix: str) -> int:
+    """Of objects whose keys begin so, as far as the server tells them."""
     aborted = 0
     for page in _pages(filesystem, "list_multipart_uploads", Bucket=bucket, Prefix=prefix):
         for upload in page.get("Uploads", ()):
@@ -131,6 +234,26 @@ def abort_uploads(filesystem: Any, path: str) -> int:
                 )
                 aborted += 1
     return aborted
+
+
+def _listed(filesystem: Any, path: str) -> Iterator[list[str]]:
+    """Keys below `path`, by AT_ONCE at most."""
+    bucket, prefix = _split(path)
+    for page in _pages(filesystem, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=AT_ONCE):
+        yield [found["Key"] for found in page.get("Contents", ())]
+
+
+def _delete(filesystem: Any, bucket: str, keys: Sequence[str]) -> None:
+    if not keys:
+        return
+    named = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+    answer = filesystem.call_s3("delete_objects", Bucket=bucket, Delete=named)
+    for refused in answer.get("Errors", ()):
+        msg = (
+            f"s3://{bucket}/{refused.get('Key')} cannot be deleted: {refused.get('Code')} "
+            f"{refused.get('Message')}"
+        )
+        raise PermissionError(msg)
 
 
 def make_bucket(url: str) -> None:

@@ -15,7 +15,6 @@ from trireme_shared.protocol.records.record import Id, Message, Name, Record
 from trireme_shared.protocol.times import instant
 
 SOURCE_BYTES = 512 << 10
-RESERVED = ("cluster", "jobs", "pool", "schedules", "sources")  # names of keys beside the jobs' own
 SOURCE_SCHEME = "source:"
 _FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.py"
 _MODULE_PATH = r"^([A-Za-z_][A-Za-z0-9_]{0,120}/){0,16}[A-Za-z_][A-Za-z0-9_]{0,120}\.py$"
@@ -28,6 +27,8 @@ class Standing(StrEnum):
     QUEUED ─ members can be had ─► ACTIVE ─► COMPLETED | FAILED
       ▲ └──────── pause ─► PAUSED ◄─┘ │
       └── resume, preempted ──────────┘        cancel: any of the first three ─► CANCELLED
+
+    UNREADABLE, which etcd never holds: the leader's version cannot read the job, and leaves it alone.
     """
 
     QUEUED = "QUEUED"
@@ -36,6 +37,7 @@ class Standing(StrEnum):
     COMPLETED = "COMPLETED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
+    UNREADABLE = "UNREADABLE"
 
     @property
     def final(self) -> bool:
@@ -47,7 +49,7 @@ class Scheduling(Record):
     `preemptible`: jobs of a higher priority may take it below `min_trainers`; then it goes back to QUEUED
     with a checkpoint. `after`: jobs that must be COMPLETED first. `not_before_time`: RFC 3339."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     min_trainers: int = Field(
         default=1,
@@ -154,7 +156,7 @@ class ClusterJob(Record):
     `max_trainers` and the spec say). `preempted_by`: the job that it gives its members to; it is stopped and
     then QUEUED again."""
 
-    keeps_nulls: ClassVar[bool] = True
+    keeps_unknown: ClassVar[bool] = True
 
     job: Id
     spec: JobSpec
@@ -249,7 +251,7 @@ class JobSchedule(Record):
     but for their name; their files go below `spec.storage`. `next_time`: the first time that is not decided
     yet. `last_time`, `last_job`, `reason`: the last decision."""
 
-    keeps_nulls: ClassVar[bool] = True
+    keeps_unknown: ClassVar[bool] = True
 
     name: Id
     cron: str = Field(max_length=200)
@@ -286,7 +288,8 @@ class PoolMember(Record):
     `running`: the job whose process it runs now, with `epoch`; empty: idle. `trouble`: why that process does
     not run (it ended again and again). `ended`: the process of that epoch of the job ended with exit code 0
     and is not started again. `task`: it runs this attempt of a pre- or post-task of the job; once `ended`,
-    how: `exit_code`, and the end of its output."""
+    how: `exit_code`, and the end of its output. `trireme_version`: of the host agent; empty: of an earlier
+    one, which does not say."""
 
     member: Id
     kind: Kind
@@ -308,6 +311,7 @@ class PoolMember(Record):
     attempt: int = 0
     exit_code: int | None = None
     output: Message = ""
+    trireme_version: Name = ""
 
 
 class Drain(Record):

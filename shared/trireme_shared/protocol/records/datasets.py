@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trireme_shared.protocol.records.record import UrlText
+
 Size = Annotated[
     tuple[int, ...], Field(min_length=2, max_length=2)
 ]  # no pair: clients of TypeScript take those as lists in answers
@@ -27,12 +29,15 @@ def _needs_its_kind(schema: dict[str, Any]) -> None:
 class _Dataset(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_needs_its_kind)
 
-    urls: tuple[str, ...] = Field(min_length=1)
+    urls: tuple[UrlText, ...] = Field(min_length=1)
     names_code: ClassVar[bool] = False
     """URLs without a glob are the user's own words, not paths of files."""
 
     def __init__(self, *urls: str, **options: object) -> None:
         super().__init__(**({"urls": urls} if urls else {}), **options)
+
+    # documents are read without it, so that `Record.from_bytes` decides about unknown fields here, too
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
 class Parquet(_Dataset):
@@ -135,13 +140,15 @@ class _InCode(_Dataset):
 
     names_code: ClassVar[bool] = True
 
-    urls: tuple[str, ...] = ()
+    urls: tuple[UrlText, ...] = ()
     reader: str = Field(pattern=_NAME)
     records: int | None = Field(default=None, ge=0)
     columns: tuple[str, ...] | None = None
 
     def __init__(self, reader: str | None = None, **options: object) -> None:
         super().__init__(**({"reader": reader} if reader is not None else {}), **options)
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
     @classmethod
@@ -230,7 +237,7 @@ class ImageFolder(_Dataset):
     their names gives, so that classes are mixed. `image_size`: (height, width) that images are resized to.
     """
 
-    urls: tuple[str, ...] = Field(min_length=1, max_length=1)
+    urls: tuple[UrlText, ...] = Field(min_length=1, max_length=1)
     kind: Literal["image_folder"] = "image_folder"
     image_size: Size | None = None
 

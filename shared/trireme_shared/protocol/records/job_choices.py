@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import parse_qsl
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.record import Record, UrlText
 
 METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _TEXT = re.compile(rf"({METRIC_NAME.pattern}):(min|max)")
@@ -72,6 +72,18 @@ LANES_ARE_FIXED = (
     "give a power of two, for example 8, which up to 8 trainers share"
 )
 JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+RESERVED = ("cluster", "jobs", "pool", "schedules", "sources")  # a cluster's own keys, beside its jobs' keys
+
+
+def not_reserved(name: str) -> str:
+    """Raises ValueError for a name whose keys in etcd would be a cluster's own."""
+    if name in RESERVED:
+        msg = f"the names {', '.join(RESERVED)} are keys of a cluster itself; choose another name"
+        raise ValueError(msg)
+    return name
+
+
+JobName = Annotated[str, Field(pattern=JOB_NAME), AfterValidator(not_reserved)]
 
 
 class Mode(StrEnum):
@@ -187,7 +199,7 @@ class Tracker(BaseModel):
     kind: str = Field(
         max_length=200, description="csv, tensorboard, mlflow, wandb, or pkg.mod:Name for one of your own."
     )
-    uri: str = Field(default="", max_length=2000, description=f"The server, without credentials{_ELSE}.")
+    uri: UrlText = Field(default="", max_length=2000, description=f"The server, without credentials{_ELSE}.")
     experiment: str = Field(
         default="", max_length=200, description=f"Experiment or project{_ELSE}, or the job's name."
     )

@@ -11,10 +11,10 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from trireme_shared.protocol.errors import TooLarge
 from trireme_shared.protocol.records.datasets import Dataset
 from trireme_shared.protocol.records.job_choices import (
     INITIAL_FILES,
-    JOB_NAME,
     LANES_ARE_FIXED,
     MAX_MEMBERS,
     MAX_TASKS,
@@ -27,6 +27,7 @@ from trireme_shared.protocol.records.job_choices import (
     Criterion,
     Dispatch,
     EvaluateEvery,
+    JobName,
     JobTask,
     Mode,
     Nonfinite,
@@ -38,10 +39,12 @@ from trireme_shared.protocol.records.job_choices import (
     Tracker,
     Transported,
 )
-from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.record import Record, UrlText
 
 OF_NATIVE = ("backend", "reduction", "bucket_bytes")
 """Settings that only native exchange has."""
+SPEC_BYTES = 256 << 10
+"""As JSON. A schedule writes its own spec and that of the job which begins in one transaction of 900 KiB."""
 
 
 class JobSettings(Record):
@@ -68,9 +71,9 @@ class JobSettings(Record):
     after its end. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits each
     time. `trackers` (jobs with a master): where metrics, settings and the result go as well."""
 
-    keeps_nulls: ClassVar[bool] = True
+    keeps_unknown: ClassVar[bool] = True
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)  # JSON has no inf
 
     dataset: Dataset
     evaluation_dataset: Dataset | None = None
@@ -209,7 +212,7 @@ class JobSettings(Record):
     parameter_dtype: Transported = "float32"
     error_feedback: bool | None = None
     recovery_timeout_s: float = Field(default=600.0, gt=0)
-    init_from: str | None = None
+    init_from: UrlText | None = None
     init_partial: bool = False
     init_optimizer: bool = False
     pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
@@ -375,10 +378,26 @@ class JobSpec(JobSettings):
     go; written once. `sources`: SHA-256 of the script and of the modules beside it, by their path below its
     folder; of scripts that are a path."""
 
-    job: str = Field(pattern=JOB_NAME)
-    script: str
-    storage: str
+    job: JobName
+    script: UrlText
+    storage: UrlText
     sources: dict[str, str] = Field(default_factory=dict, max_length=256)
+
+
+def check_size(spec: JobSpec) -> None:
+    """For specs that come from users; what etcd holds is read whatever its size. Raises TooLarge."""
+    size = len(spec.to_bytes())
+    if size > SPEC_BYTES:
+        sizes = {name: len(spec.model_dump_json(include={name})) for name in JobSpec.model_fields}
+        largest = max(sizes, key=sizes.__getitem__)
+        msg = (
+            f"the settings of job {spec.job} have {size} bytes, at most {SPEC_BYTES} are taken; {largest} "
+            f"alone has {sizes[largest]}"
+        )
+        hint = f"make {largest} shorter"
+        if "dataset" in largest:
+            hint = "name its files by globs (data/train-*.csv) instead of one by one"
+        raise TooLarge(msg, hint=hint, bytes=size, limit=SPEC_BYTES)
 
 
 def _check_strategy(spec: JobSettings) -> None:

@@ -20,13 +20,23 @@ from trireme_shared.protocol.records.record import Record
 
 ALIGNMENT_BYTES = 64
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
-ROWS = -1  # instead of the number of a block: the rows of all embedding tables
+# Instead of the number of a block: the rows of all embedding tables; the ledger of what is handed over.
+ROWS, LEDGER = -1, -2
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 MOST_TABLES = 256
 MOST_CONSTANTS = 64
 MOST_DIM = 4096
 MOST_ROWS = 1 << 31  # of one table at one parameter server
-MOST_STEPS = (1 << 28) - 1  # that a row's stamp can tell
+# A row's stamp is the number of a step modulo STAMPS. At a version v it means a step in
+# (v + LATER_STAMPS - STAMPS, v + LATER_STAMPS]: rows that are read while steps go on have later ones.
+STAMPS = 1 << 28
+LATER_STAMPS = 1 << 23
+# Steps since a row was changed: when it has reached OLDEST it is kept there (trireme_shared.tables.leaving),
+# each row once in AGED_STEPS steps, so that it never looks like one that was changed lately.
+OLDEST = STAMPS - 2 * LATER_STAMPS
+AGED_STEPS = LATER_STAMPS // 2
+MOST_STEPS = OLDEST - 1  # of `evict_after_steps`: older rows have all expired
+
 
 SMALLEST_RATE = 2.0**-126  # 1 / rate is a float32
 SMALLEST_EPS = 2.0**-149  # that is not 0 as a float32

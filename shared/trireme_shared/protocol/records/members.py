@@ -54,7 +54,8 @@ class PserverMember(Record):
     used. `since`: the revision at which etcd first created the key, if this process had to create it again
     after its lease ran out. `handed`: what it has handed over in the job's migration. `rows_bytes`: about so
     many bytes its rows of embedding tables would have on their way to others. `leaving`: the last it says
-    before it gives its key up, if it was told to leave."""
+    before it gives its key up, if it was told to leave. `trireme_version`: of the program; empty: of an
+    earlier one, which does not say."""
 
     index: int
     url: str
@@ -75,6 +76,7 @@ class PserverMember(Record):
     handed: Handed | None = None
     rows_bytes: int = 0
     leaving: bool = False
+    trireme_version: Name = ""
 
     @property
     def name(self) -> str:
@@ -110,8 +112,8 @@ class Holding(Record):
 
 class TrainerMember(Record):
     """`url` answers /healthz, which tells a dead trainer from a slow one. `lease`, `network`: see MasterLock.
-    `paused`: see Paused. `leaving`, `torn`, `trouble`, `waits`: see PserverMember. `exchange`, `holds`: of a
-    collective job; a trainer without `holds` still fetches the parameters."""
+    `paused`: see Paused. `leaving`, `torn`, `trouble`, `waits`, `trireme_version`: see PserverMember.
+    `exchange`, `holds`: of a collective job; a trainer without `holds` still fetches the parameters."""
 
     trainer: str
     url: str
@@ -127,6 +129,7 @@ class TrainerMember(Record):
     torn: Torn | None = None
     trouble: Message = ""
     waits: Message = ""
+    trireme_version: Name = ""
 
 
 class CommunicatorMember(Record):

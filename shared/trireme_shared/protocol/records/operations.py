@@ -1,4 +1,5 @@
-"""Long-running requests: the Operation resource of REST, kept in etcd so that it outlives its master.
+"""Long-running requests: the Operation resource of REST, kept in etcd so that it outlives its master: by the
+job itself, or by its cluster (pause, resume, cancel, delete), whose operations outlive the job, too.
 
 RUNNING --> DONE | FAILED          `reason` says what it waits for, or how it ended
 
@@ -25,6 +26,10 @@ class OperationKind(StrEnum):
     RESTORE_CHECKPOINT = "RESTORE_CHECKPOINT"
     VERIFY_CHECKPOINT = "VERIFY_CHECKPOINT"
     RESIZE = "RESIZE"
+    PAUSE = "PAUSE"
+    RESUME = "RESUME"
+    CANCEL = "CANCEL"
+    DELETE = "DELETE"
 
 
 class OperationState(StrEnum):
@@ -115,8 +120,8 @@ class ResizePrediction(Record):
 
 
 class Operation(Record):
-    """What takes longer than a request: a checkpoint, a restore, a verification, a resize. A new master
-    begins `limit_s` again."""
+    """What takes longer than a request: a checkpoint, a restore, a verification, a resize; in a cluster also
+    to pause, resume, cancel or delete a job. A new master begins `limit_s` again."""
 
     operation_id: str = Field(description="Id of the operation.")
     kind: OperationKind
@@ -139,7 +144,9 @@ class Operation(Record):
     resize: Resize | None = Field(
         default=None, description="Numbers and progress of a resize; null: it is none."
     )
-    limit_s: float
+    limit_s: float = Field(
+        description="It fails if it has not ended after so many seconds; 0: it has no limit."
+    )
     create_time: str = ""
     end_time: str = ""
 

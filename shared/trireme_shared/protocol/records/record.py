@@ -3,10 +3,13 @@ they enter."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from trireme_shared.protocol.urls import Url
 
 MESSAGE_CHARACTERS = 4000
 TRACEBACK_CHARACTERS = 16_000
@@ -17,17 +20,46 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    #: Whether null in a field, here or in a record inside, means something else than the field's default.
-    keeps_nulls: ClassVar[bool] = False
+    #: Whether fields of other versions stay in the record, to be written again; else they are dropped.
+    keeps_unknown: ClassVar[bool] = False
 
     def to_bytes(self) -> bytes:
-        """JSON, without the nulls unless the record keeps them."""
-        return self.model_dump_json(exclude_none=not self.keeps_nulls).encode()
+        """JSON with every field, nulls too: null may mean something else than the field's default, which may
+        also be another one in the version that reads it."""
+        text = self.model_dump_json()
+        if self.keeps_unknown and _has_unknown(self):
+            text = json.dumps(_with_unknown(json.loads(text), self), separators=(",", ":"))
+        return text.encode()
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> Self:
+        """What `to_bytes` of this or another version gave. Raises ValidationError."""
+        return cls.model_validate_json(value, extra="allow" if cls.keeps_unknown else "ignore")
 
     def with_fields(self, **fields: Any) -> Self:
         """Return a copy in which `fields` have these values. mypy checks their names and types
         (tests/tidy/typed_copies.py), so no value is validated again."""
         return self.model_copy(update=fields)
+
+
+def _has_unknown(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_has_unknown, value))
+    if not isinstance(value, BaseModel):
+        return False
+    return bool(value.model_extra) or any(
+        _has_unknown(getattr(value, name)) for name in type(value).model_fields
+    )
+
+
+def _with_unknown(document: Any, value: Any) -> Any:
+    """`document`, the JSON of `value`, with the fields that its class lacks, also of records inside."""
+    if isinstance(value, tuple):
+        return [_with_unknown(part, each) for part, each in zip(document, value, strict=True)]
+    if not isinstance(value, BaseModel):
+        return document
+    known = {name: _with_unknown(document[name], getattr(value, name)) for name in type(value).model_fields}
+    return known | (value.model_extra or {})
 
 
 def shortened(text: str, limit: int) -> str:
@@ -42,5 +74,6 @@ def shortened(text: str, limit: int) -> str:
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as the API says of every integer
 Id = Annotated[str, Field(max_length=200)]
 Name = Annotated[str, AfterValidator(partial(shortened, limit=200))]
+UrlText = Annotated[str, AfterValidator(Url)]  # of a path or URL that a user gives: it may have a password
 Message = Annotated[str, AfterValidator(partial(shortened, limit=MESSAGE_CHARACTERS))]
 Traceback = Annotated[str, AfterValidator(partial(shortened, limit=TRACEBACK_CHARACTERS))]

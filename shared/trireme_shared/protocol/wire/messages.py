@@ -388,7 +388,8 @@ class MovedTable(Record):
 class HandoffPart(Record):
     """`name`: "" for the values at `version`, else a tensor of the optimizer's state. `scalar`: it has no
     dimensions. Rows of the `table`th embedding table (block -1): see RowPart; `first`: where the part belongs
-    among those of its name."""
+    among those of its name. Pieces of a ledger that is too large for the header (block -2): `first`: where
+    the piece belongs in the text, whose pieces come in their order."""
 
     block: int
     name: str = ""
@@ -405,8 +406,8 @@ class HandoffHeader(MessageHeader):
 
     `coming`: parts that will follow in later requests, so that the target has memory for them before anything
     freezes. `whole`: with these parts the target has everything: `blocks` tells what each of them is,
-    `history` what it knows of versions and steps, `ledger` (asynchronous) which minibatches the blocks have.
-    `tables`: of each embedding table of the model, at `rows_version`."""
+    `history` what it knows of versions and steps, `ledger` (asynchronous) which minibatches the blocks have,
+    empty if it came in pieces. `tables`: of each embedding table of the model, at `rows_version`."""
 
     migration: str
     group: int

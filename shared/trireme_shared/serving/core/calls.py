@@ -6,6 +6,7 @@ OpenPush   apply(block, payload) ... --> answer()        OpenPull   next() --> b
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from trireme_shared.protocol.wire.messages import (
 from trireme_shared.serving.core.store import Store, is_same, known_of, moment_of, squares_at
 from trireme_shared.serving.core.stores import AsyncStore
 from trireme_shared.serving.core.table.stepping import ArrivedRows, RowSteps
+from trireme_shared.tables.payload import size_of
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows  # loads numba
@@ -108,7 +110,8 @@ class OpenPush:
     """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as
     `Store.admit`. `waiting`: rows of an asynchronous one that are not applied yet, and blocks that wait for
     their siblings where the sender has them (`keep_some` copies those); `on_settled` is called when some are
-    not any more."""
+    not any more. It does not keep the store alive: a job that goes back to a checkpoint needs the memory, and
+    a sender may be slow to end its push."""
 
     def __init__(
         self,
@@ -117,7 +120,8 @@ class OpenPush:
         header: PushHeader,
         on_settled: Callable[[], None] | None = None,
     ) -> None:
-        self._server, self._store, self._header = server, store, header
+        self._server, self._held, self._header = server, weakref.ref(store), header
+        self._dims = store.rows.dims if store.rows is not None else None
         self._push = store.admit(header)
         store.history.results.forget(header.stored)
         self._applied = self._duplicate = self.waiting = 0
@@ -136,14 +140,21 @@ class OpenPush:
         the buffer that starts with it; it is retained if the payload has to wait for others. A writable
         payload of rows without `memory` is kept: it is ours. A block that may only be read stays as it is
         until nothing of the push is `waiting`."""
-        view = memoryview(payload).cast("B")
-        stale = self._server.is_stale(self._header.generation)
+        view, store = memoryview(payload).cast("B"), self._held()
+        stale = store is None or self._server.is_stale(self._header.generation)
         lent = self._lent(item, view) if memory is None and not stale else None
         verdict = Verdict.STALE_GENERATION if stale else self.take_block(item, view, memory or lent)
         if verdict is not None:
             self._count(item, view.nbytes, verdict)
         if lent is not None:
             lent.release()
+
+    @property
+    def _store(self) -> Store:
+        """While somebody holds it."""
+        store = self._held()
+        assert store is not None, f"the store of {self!r} is gone"
+        return store
 
     def _lent(self, item: PushBlock, view: memoryview) -> Buffer | None:
         """A synchronous push's block, if it may wait where it is."""
@@ -167,10 +178,15 @@ class OpenPush:
 
     def keep_some(self, most_bytes: int) -> bool:
         """Copy blocks that wait in the sender's memory, of so many bytes; whether there may be more."""
-        done = 0
-        while self._borrowed and done < most_bytes:
+        done, store = 0, self._held()
+        if store is None and self._borrowed:  # what waited is gone with the store
+            self._borrowed.clear()
+            self.waiting = 0
+            if self._on_settled is not None:
+                self._on_settled()
+        while store is not None and self._borrowed and done < most_bytes:
             number, _ = self._borrowed.popitem()
-            if (state := self._store.blocks.get(number)) is not None:
+            if (state := store.blocks.get(number)) is not None:
                 done += state.place.bytes
                 state.tree.keep()
         return bool(self._borrowed)
@@ -182,18 +198,19 @@ class OpenPush:
         self.keep_some(ALL_BYTES)
 
     def _count(self, item: PushBlock, size: int, verdict: Verdict) -> None:
-        server, counters = self._server, self._server.counters
+        server, counters, store = self._server, self._server.counters, self._held()
         if verdict is Verdict.APPLIED:
-            self._store.parameters_in_use.pushes += not self._applied
+            if store is not None:
+                store.parameters_in_use.pushes += not self._applied
             self._applied += 1
             counters.blocks_applied += 1
         elif verdict is Verdict.DUPLICATE:
             self._duplicate += 1
             counters.blocks_duplicate += 1
         else:
-            state = self._store.blocks.get(item.block)
-            version = state.version if state else 0
-            why = self._store.misfit(item, size) if verdict is Verdict.LAYOUT_MISMATCH else ""
+            state = store.blocks.get(item.block) if store is not None else None
+            version, misfits = state.version if state else 0, verdict is Verdict.LAYOUT_MISMATCH
+            why = store.misfit(item, size) if store is not None and misfits else ""
             self._refused.append(
                 Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
             )
@@ -203,20 +220,21 @@ class OpenPush:
 
     def most_bytes(self, item: PushBlock, block: int) -> int:
         """Of its payload; `block`: of one of a block. Raises BadFrame: no rows can be as many."""
-        rows = self._store.rows
-        if item.block != ROWS or rows is None or item.rows is None:
+        if item.block != ROWS or self._dims is None or item.rows is None:
             return block
-        return rows.payload_bytes(item.rows, item.dtype)
+        return size_of(item.rows, self._dims, ids=True, rows=True, dtype=item.dtype)
 
     def answer(self) -> PushAnswer:
         """Once no rows of it wait. Raises what kept them from being applied."""
         if self._error is not None:
             raise self._error
-        self._server.push_ended(self._store, self._header.trainer, keeps=self._header.keeps)
+        header, store = self._header, self._held()
+        if store is not None:
+            self._server.push_ended(store, header.trainer, keeps=header.keeps)
         return PushAnswer(
             applied=self._applied,
             duplicate=self._duplicate,
-            first=self._store.history.first_from(self._header.trainer, self._header.step),
+            first=store.history.first_from(header.trainer, header.step) if store is not None else (),
             refused=tuple(self._refused),
             generation=self._server.generation,
         )
@@ -296,8 +314,8 @@ class OpenPush:
 
     def refusal_of_rows(self, item: PushBlock, rows: TableRows, ids: Sequence[Numbers]) -> Verdict | None:
         """Why rows of an asynchronous push are not taken, now that it is their turn."""
-        server, store = self._server, self._store
-        if server.store is not store or server.is_stale(self._header.generation):
+        server, store = self._server, self._held()
+        if store is None or server.store is not store or server.is_stale(self._header.generation):
             return Verdict.STALE_GENERATION
         if not rows.are_by(item.slots, store.slots) or not rows.are_owned(ids, store.slots, server.index):
             return Verdict.WRONG_OWNER

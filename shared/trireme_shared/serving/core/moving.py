@@ -26,7 +26,7 @@ import torch
 from trireme_shared.blocks.buffers import DTYPES, Buffer, BufferPool, bytes_of
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records import Mode
-from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Block
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, LEDGER, ROWS, Block
 from trireme_shared.protocol.wire.messages import HandedHistory, HandoffPart, MovedBlock, MovedTable
 from trireme_shared.serving.core.ledger import SavedLedger
 from trireme_shared.serving.core.store import Store
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 Parts = Iterator[tuple[HandoffPart, memoryview]]
 TOUCHED_BYTES = 1 << 20  # written at once to new memory: a few milliseconds
+LEDGER_BYTES = 1 << 20  # of a ledger's text in the header, and in a piece of a larger one
+MOST_LEDGER_BYTES = 1 << 30
 
 
 class LeavingBlocks:
@@ -211,6 +213,7 @@ class ArrivingBlocks:
         self.blocks: tuple[MovedBlock, ...] = ()
         self.history = HandedHistory()
         self.ledger = SavedLedger({})
+        self.ledger_text = bytearray()  # that came in pieces
         self.whole = False
 
     def __repr__(self) -> str:
@@ -260,6 +263,9 @@ class ArrivingBlocks:
 
     def take(self, part: HandoffPart, payload: memoryview) -> None:
         """Copy a part; one that is there already is left as it is. Raises BadFrame."""
+        if part.block == LEDGER:
+            self._take_ledger(part, payload)
+            return
         if part.block == ROWS and self.rows is not None:
             if not self.whole:
                 self.rows.take(part, payload.cast("B"))
@@ -285,6 +291,21 @@ class ArrivingBlocks:
             bytes_of(tensor.reshape(-1))[:] = payload.cast("B")
             arrived.state[part.name] = tensor
 
+    def _take_ledger(self, part: HandoffPart, payload: memoryview) -> None:
+        """Each request has all pieces anew: other blocks of the source go on, and are told of there, too."""
+        if self.whole:
+            return
+        if not part.first:
+            self.ledger_text.clear()
+        size = len(self.ledger_text)
+        if part.first != size or size + payload.nbytes > MOST_LEDGER_BYTES:
+            msg = (
+                f"a piece of the ledger with {payload.nbytes} bytes at byte {part.first}: expected the next "
+                f"one at {size}, and at most {MOST_LEDGER_BYTES} bytes in all"
+            )
+            raise BadFrame(msg)
+        self.ledger_text += payload
+
     def _elements(self, part: HandoffPart) -> int:
         """How many elements the part has. Raises BadFrame: it does not belong to the group."""
         place = self._places.get(part.block)
@@ -309,6 +330,7 @@ class ArrivingBlocks:
             named, expected = sum(ledger.slots), bits_of(self.slots)
             raise BadFrame(f"the ledger has rows of slots {named:#x} (bits): the group is of {expected:#x}")
         self.blocks, self.history, self.ledger, self.whole = blocks, history, ledger, True
+        self.ledger_text.clear()
         for arrived in self._arrived.values():
             arrived.release_vacant()
 
@@ -331,6 +353,13 @@ class ArrivingBlocks:
         for arrived in self._arrived.values():
             arrived.release()
         self._arrived = {}
+
+
+def in_pieces(ledger: str) -> Parts:
+    """The text of a ledger that is too large for the header of a hand-off."""
+    text = memoryview(ledger.encode())
+    for first in range(0, len(text), LEDGER_BYTES):
+        yield HandoffPart(block=LEDGER, dtype="uint8", first=first), text[first : first + LEDGER_BYTES]
 
 
 def _empty(part: HandoffPart, elements: int) -> torch.Tensor:

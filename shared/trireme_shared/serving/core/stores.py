@@ -337,6 +337,7 @@ class AsyncStore(Store):
         self.pushes = self._arrivals = ArrivalPushes(
             self.layout, self.schedules, self._positions, self._arguments
         )
+        self._copying: AsyncSnapshot | None = None  # a copy that is made while pushes come
 
     @property
     def ledger(self) -> Ledger:
@@ -385,6 +386,25 @@ class AsyncStore(Store):
         if self.rows is not None:
             copying.add_tables(self.rows.copies())
         return copying
+
+    def copy_before_changes(self, copying: AsyncSnapshot | None) -> None:
+        """Pushes may come while this copy is made: from now on they copy what it lacks of a block before they
+        change it. None: the copy is whole, or was given up."""
+        self._copying = copying
+
+    def _taken(
+        self,
+        push: Push,
+        state: BlockState,
+        item: PushBlock,
+        value: torch.Tensor | None,
+        memory: Buffer | None,
+        *,
+        lent: bool = False,
+    ) -> Verdict:
+        if self._copying is not None and self._copying.lacks(item.block):
+            self.copy_block(self._copying, item.block)
+        return super()._taken(push, state, item, value, memory, lent=lent)
 
     def copy_block(self, copying: AsyncSnapshot, number: int) -> None:
         state = self.blocks[number]

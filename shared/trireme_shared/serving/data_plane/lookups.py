@@ -1,6 +1,7 @@
 """Rows of embedding tables: lookups over streams, and whole tables in portions.
 
-LookupRequest ─► ids ─► wait until the tables have the version ─► rows, LookupEnd
+LookupRequest ─► ids ─► wait until the tables have the version ─► read, some rows a turn of the event loop
+    ─► rows, LookupEnd
 TableRequest ─► rows of some slots, TableEnd
 """
 
@@ -20,10 +21,11 @@ from trireme_shared.serving.core.store import Store
 from trireme_shared.tables.payload import MOST_BYTES, ids_in, size_of
 
 if TYPE_CHECKING:
-    from trireme_shared.serving.core.table.rows import TableRows
-
+    from trireme_shared.protocol.records import SlotMap
+    from trireme_shared.serving.core.table.rows import RowsReading, TableRows  # loads numba
 
 MOST_WAIT_S = 60.0
+Found = tuple[memoryview, LookupEnd]  # a payload of rows, and what is said of them
 
 
 class OpenLookup:
@@ -38,22 +40,35 @@ class OpenLookup:
         self._rows = tables_in(self._store)
         _check_version(self._store, request.version)
         self._ids = ids_in(payload, request.rows, self._rows.dims, rows=False)
+        self._version = request.version  # that is read; once it has begun, in a synchronous job, a number
+        self._reading: RowsReading | None = None
+        self._end, self._turn_comes = LookupEnd(code="OK"), False
+        self._own_by: tuple[SlotMap | None] | None = None  # by which map all ids are its own
         self.deadline = clock.monotonic() + min(max(request.wait_s, 0.0), MOST_WAIT_S)
         pserver.lookups.append(wake)
 
     def __repr__(self) -> str:
         return f"<OpenLookup of version {self._request.version}: {sum(self._request.rows)} ids>"
 
-    def answer(self, *, expired: bool = False) -> memoryview | LookupEnd | None:
-        """A payload of rows, or why there is none; None: not yet. `expired`: it has waited until its
-        deadline, whatever the clock says: that of an event loop may be a moment ahead."""
-        version, rows = self._request.version, self._rows
+    @property
+    def begun(self) -> bool:
+        """Whether some of its rows are read."""
+        return self._reading is not None
+
+    def answer(self, *, expired: bool = False) -> Found | LookupEnd | None:
+        """Rows, or why there are none; None: not yet. `expired`: it has waited until its deadline, whatever
+        the clock says: that of an event loop may be a moment ahead."""
+        rows = self._rows
         if self._pserver.store is not self._store:
             return LookupEnd(code="NOT_READY", message="the job is being rolled back")
         if self._request.generation < self._pserver.timeline:
             message = f"the job was rolled back in generation {self._pserver.timeline}: join again"
             return LookupEnd(code="GONE", message=message)
-        found = rows.judge(version)
+        found = rows.judge(self._version)
+        if found is Verdict.GONE and self._request.version is None:  # steps were faster: from the beginning
+            self._version, self._reading = None, None
+            found = rows.judge(None)
+        version = self._version
         if found is Verdict.TOO_EARLY and (expired or clock.monotonic() >= self.deadline):
             message = f"the tables have not reached version {version} (they are at {rows.version}): ask again"
             return LookupEnd(code="TOO_EARLY", message=message)
@@ -64,14 +79,38 @@ class OpenLookup:
                 code="GONE",
                 message=f"the tables are at version {rows.version}, {version} was asked: join again",
             )
-        if not rows.are_owned(self._ids, self._store.slots, self._pserver.index):
-            return LookupEnd(
-                code="WRONG_OWNER", message="an id is at another parameter server: read the slot map again"
-            )
+        if self._own_by != (self._store.slots,):
+            if not rows.are_owned(self._ids, self._store.slots, self._pserver.index):
+                return LookupEnd(
+                    code="WRONG_OWNER",
+                    message="an id is at another parameter server: read the slot map again",
+                )
+            self._own_by = (self._store.slots,)
         try:
-            return rows.lookup(version, self._ids, self._request.dtype)
+            return self._read()
         except OverflowError as error:
             return LookupEnd(code="OVERFLOW", message=f"a row of the tables: {error}")
+
+    def _read(self) -> Found | None:
+        """One turn. Raises OverflowError."""
+        from trireme_shared.serving.core.table.rows import RowsReading  # noqa: PLC0415  loads numba
+
+        if self._turn_comes:  # something else woke it
+            return None
+        if self._reading is None:
+            if self._store.mode is Mode.SYNC and self._version is None:
+                self._version = self._rows.version
+            self._end = found_end(self._pserver)
+            self._reading = RowsReading(self._rows, self._version, self._ids, self._request.dtype)
+        if self._reading.go_on():
+            return self._reading.payload, self._end
+        self._turn_comes = True
+        asyncio.get_running_loop().call_soon(self._next_turn)
+        return None
+
+    def _next_turn(self) -> None:
+        self._turn_comes = False
+        self._wake()
 
     def close(self) -> None:
         if self._wake in self._pserver.lookups:
@@ -79,7 +118,7 @@ class OpenLookup:
 
 
 def found_end(pserver: BlockServer) -> LookupEnd:
-    """Of rows that were just read."""
+    """Of rows that are read now."""
     store = pserver.loaded()
     return LookupEnd(code="OK", version=tables_in(store).version if store.mode is Mode.ASYNC else None)
 
@@ -154,14 +193,16 @@ class _Lookup:
 
 @dataclass(slots=True)
 class StreamLookups:
-    """Those of one stream. For each either `refuse` is called or `send(number, rows or end)`, once, and only
-    while `may_send()`: what was sent may still lie in this process."""
+    """Those of one stream. For each either `refuse` is called or `send(number, rows or None, end)`, once, and
+    only while `may_send()`: what was sent may still lie in this process. One at a time is read, so that the
+    rows of one alone wait to be sent."""
 
     pserver: BlockServer
-    send: Callable[[int, memoryview | LookupEnd], None]
+    send: Callable[[int, memoryview | None, LookupEnd], None]
     refuse: Callable[[int, TriremeError], None]
     may_send: Callable[[], bool]
     _open: dict[int, _Lookup] = field(default_factory=dict)
+    _begun: int | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -216,6 +257,9 @@ class StreamLookups:
     def _drop(self, number: int) -> None:
         """It is over."""
         lookup = self._open.pop(number, None)
+        if self._begun == number:
+            self._begun = None
+            asyncio.get_running_loop().call_soon(self.on_writable)
         if lookup is not None and lookup.opened is not None:
             lookup.opened.close()
         if lookup is not None and lookup.expiry is not None:
@@ -238,6 +282,10 @@ class StreamLookups:
         lookup = self._open.get(number)
         if lookup is None or lookup.opened is None or not self.may_send():
             return
-        if (found := lookup.opened.answer(expired=lookup.expired)) is not None:
-            self._drop(number)
-            self.send(number, found)
+        if self._begun not in (None, number):
+            return
+        if (found := lookup.opened.answer(expired=lookup.expired)) is None:
+            self._begun = number if lookup.opened.begun else None
+            return
+        self._drop(number)
+        self.send(number, *((None, found) if isinstance(found, LookupEnd) else found))

@@ -11,13 +11,14 @@ of a dead one.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.runtime.http import MEANT, hide_implementation
 from trireme_shared.platform.security.access import CHALLENGE, Access
 from trireme_shared.platform.security.listening import Arrivals, listening
+from trireme_shared.platform.security.private_files import LOOK_S, SOCKET_PATH_BYTES
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import (
     AnotherProcess,
@@ -52,7 +54,6 @@ READ_BUFFER_BYTES = 1 << 20
 ARRIVALS = web.AppKey("arrivals", Arrivals)
 KEEP_ALIVE_S = 3600.0  # trainers keep their connection while they compute
 SHUTDOWN_S = 2.0
-SOCKET_PATH_BYTES = 107  # a kernel's limit
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN = frozenset({"/healthz", "/readyz"})
 READ_BY_VIEWERS = frozenset({"/metrics"})
@@ -97,10 +98,17 @@ def make_app(
 
 @asynccontextmanager
 async def serving(
-    app: web.Application, host: str, port: int, uds: str = "", tls: ssl.SSLContext | None = None
+    app: web.Application,
+    host: str,
+    port: int,
+    uds: str = "",
+    tls: ssl.SSLContext | None = None,
+    *,
+    lenient: bool = False,
 ) -> AsyncIterator[Listening]:
-    """Serve until the `with` block ends; the socket `uds` accepts our own user only, without `tls`. Raises
-    CallerError if the port is taken."""
+    """Serve until the `with` block ends; the socket `uds` accepts our own user only, without `tls`.
+    `lenient`: peers come by the address while that socket cannot be made. Raises CallerError if the port is
+    taken."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # so nothing is done for a peer that is gone
@@ -110,19 +118,92 @@ async def serving(
         read_bufsize=READ_BUFFER_BYTES,
         auto_decompress=False,  # a few KiB could become a GiB; bodies come as they are
     )
-    beside = [partial(_bind_path, uds)] if uds else []
-    try:
-        async with listening(runner, app[ARRIVALS], host, port, tls, beside) as bound:
+    async with listening(runner, app[ARRIVALS], host, port, tls) as bound:
+        if not uds:
+            yield Listening(port=bound)
+            return
+        door = UnixDoor(runner, uds)
+        await door.open(lenient=lenient)
+        keeping = asyncio.ensure_future(door.keep())
+        try:
             yield Listening(port=bound, uds=uds)
-    finally:
-        if uds:
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
             Path(uds).unlink(missing_ok=True)  # noqa: ASYNC240
 
 
 def socket_path(uds: str, incarnation: str) -> str:
     """The socket that TRIREME_UDS asks for. In a folder each incarnation has a name of its own, so a trainer
     never reaches a successor of the process it means."""
-    return str(Path(uds) / f"{incarnation}.sock") if uds and Path(uds).is_dir() else uds
+    if not (is_lasting(uds) or (uds and Path(uds).is_dir())):
+        return uds
+    named = str(Path(uds) / f"{incarnation}.sock")
+    if len(os.fsencode(named)) <= SOCKET_PATH_BYTES:
+        return named
+    return str(Path(uds) / f"{hashlib.sha256(incarnation.encode()).hexdigest()[:16]}.sock")
+
+
+def is_lasting(uds: str) -> bool:
+    """Whether it names a folder that whoever gave it makes again when it is deleted: it ends with a slash.
+    Nobody has chosen the sockets in it, so none of them is a condition of anything."""
+    return uds.endswith("/")
+
+
+class UnixDoor:
+    """The UNIX socket of a server. It is made again if somebody deletes it, as programs do that clean
+    temporary folders; meanwhile peers come by the address."""
+
+    def __init__(self, runner: web.AppRunner, path: str) -> None:
+        self._runner, self._path = runner, Path(path)
+        self._site: web.SockSite | None = None
+        self._made: os.stat_result | None = None  # the socket that is served
+        self._cause = ""  # why it could not be made
+
+    def __repr__(self) -> str:
+        return f"<UnixDoor {self._path}: {self._cause or 'open'}>"
+
+    async def open(self, *, lenient: bool) -> None:
+        """Raises CallerError if the socket cannot be made, unless `lenient`."""
+        try:
+            await self._serve()
+        except CallerError as error:
+            if not lenient:
+                raise
+            self._tell(error.message)
+
+    async def keep(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._is_there():
+                continue
+            try:
+                await self._serve()
+            except CallerError as error:
+                self._tell(error.message)
+            else:
+                log.warning("unix_socket_made_again", path=str(self._path))
+
+    async def _serve(self) -> None:
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+        listener = _bind_path(str(self._path))
+        self._made, self._cause = self._path.lstat(), ""
+        self._site = web.SockSite(self._runner, listener)
+        await self._site.start()
+
+    def _is_there(self) -> bool:
+        try:
+            return self._made is not None and os.path.samestat(self._path.lstat(), self._made)
+        except OSError:
+            return False
+
+    def _tell(self, cause: str) -> None:
+        if cause != self._cause:
+            self._cause = cause
+            log.warning("unix_socket_missing", cause=cause, instead="peers come by the address")
 
 
 def _bind_path(uds: str) -> socket.socket:

@@ -41,7 +41,7 @@ from trireme_shared.protocol.wire.messages import (
 )
 from trireme_shared.serving.block_server import LENT_S, BlockServer
 from trireme_shared.serving.core.calls import OpenPull, OpenPush
-from trireme_shared.serving.data_plane.lookups import StreamLookups, found_end
+from trireme_shared.serving.data_plane.lookups import StreamLookups
 from trireme_shared.serving.transport.shared_memory import (
     NOTHING,
     AnswerMemory,
@@ -270,15 +270,14 @@ class PserverStream(FrameStream):
                 )
                 raise BadFrame(msg)
 
-    def _send_rows(self, number: int, found: memoryview | LookupEnd) -> None:
-        if not isinstance(found, LookupEnd):
-            head, lent = {"id": number, "lookup": True}, self._memory.lend_rows(number, found)
+    def _send_rows(self, number: int, rows: memoryview | None, end: LookupEnd) -> None:
+        if rows is not None:
+            head, lent = {"id": number, "lookup": True}, self._memory.lend_rows(number, rows)
             if lent is None:
-                self.send(codec.encode_block(head, found.nbytes), found)
+                self.send(codec.encode_block(head, rows.nbytes), rows)
             else:
                 self._refer(lent[0], codec.encode_block({**head, "at": lent[1]}, 0))
-            found = found_end(self._pserver)
-        self.send_map({"id": number, "end": True, "message": codec.plain(found)})
+        self.send_map({"id": number, "end": True, "message": codec.plain(end)})
 
     def _refer(self, offers: Offers, head: bytes) -> None:
         if offers.offers:
@@ -571,7 +570,8 @@ async def take_upgrade(request: web.Request) -> web.StreamResponse:
 
 def asked_of(request: web.Request) -> Asked:
     """Take it while the connection is open: it has the address."""
-    return Asked.of(request.method, request.headers, request.get_extra_info("sockname"))
+    ends = (request.get_extra_info("sockname"), request.get_extra_info("peername"))
+    return Asked.of(request.method, request.headers, *ends)
 
 
 async def close_streams(app: web.Application) -> None:

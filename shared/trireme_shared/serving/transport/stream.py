@@ -33,8 +33,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
+import aiohttp
+
 from trireme_shared.platform.runtime import clock
-from trireme_shared.platform.runtime.http import MEANT, Token, is_here, text_of
+from trireme_shared.platform.runtime.http import MEANT, Token, is_here, session, text_of
 from trireme_shared.protocol.errors import (
     AnotherProcess,
     DeadlineExceeded,
@@ -282,6 +284,10 @@ def _is_local(plain: socket.socket) -> bool:
 Stream = TypeVar("Stream", bound=FrameStream)
 
 
+class NotReached(PeerError):
+    """Nobody takes connections there."""
+
+
 class UpgradeRefused(PeerError):
     """The peer does not upgrade: it is another version, or something between it and us does not let the
     upgrade through."""
@@ -298,7 +304,8 @@ async def upgrade(
     limit_s: float = 2.0,
 ) -> Stream:
     """A stream to the pserver of the incarnation `meant` at `url`, through the UNIX socket `uds` if one is
-    given; `tls`: for https. Raises UpgradeRefused, Unauthorized, Forbidden, AnotherProcess, PeerError."""
+    given; `tls`: for https. Raises NotReached, UpgradeRefused, Unauthorized, Forbidden, AnotherProcess,
+    PeerError."""
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     where = uds or url
     request = [f"GET {PATH} HTTP/1.1", f"Host: {parts.netloc}", f"Upgrade: {UPGRADE}", "Connection: Upgrade"]
@@ -324,7 +331,7 @@ async def upgrade(
         raise DeadlineExceeded(msg) from error
     except OSError as error:
         msg = f"connecting to {where} failed: {type(error).__name__}: {error}"
-        raise PeerError(msg) from error
+        raise NotReached(msg) from error
     except BaseException:
         if handshake is not None:
             handshake.abort()
@@ -389,6 +396,31 @@ class _Handshake(asyncio.Protocol):
         if not self._head.done():
             why = f"{type(error).__name__}: {error}" if error is not None else "it closed the connection"
             self._head.set_exception(PeerError(f"the peer broke off before its answer to an upgrade: {why}"))
+
+
+class MemberSession:
+    """HTTP requests to a member: through its UNIX socket while that is there, else at its address. Close
+    it."""
+
+    def __init__(self, member: PserverMember, token: Token = "", tls: ssl.SSLContext | None = None) -> None:
+        self._member, self._token, self._tls = member, token, tls
+        self._by_socket: dict[str, aiohttp.ClientSession] = {}
+
+    def __repr__(self) -> str:
+        return f"<MemberSession to {self._member.name}>"
+
+    def __call__(self) -> aiohttp.ClientSession:
+        """For one request."""
+        uds = socket_of(self._member)
+        if uds not in self._by_socket:
+            meant = self._member.incarnation
+            self._by_socket[uds] = session(self._token, uds=uds, tls=self._tls, meant=meant)
+        return self._by_socket[uds]
+
+    async def close(self) -> None:
+        while self._by_socket:
+            _, last = self._by_socket.popitem()
+            await last.close()
 
 
 def socket_of(member: PserverMember) -> str:

@@ -7,7 +7,8 @@ Memory is handed over as addresses (uint64), since numba cannot grow arrays of a
     chunks[k]     -> rows k * 2**shift and following, each of `width` float32: values, then the optimizer's
                   state
 
-A row's stamp is the number of the step that changed it last. A row is expired at version v if v - stamp >
-`ttl` (ttl < 0: never): it reads as if it was not there. Sums and products are rounded one by one, except
+A row's stamp is the number of the step that changed it last, modulo 2**28; its age at version v is v minus
+that step. A row is expired at version v if its age is above `ttl` (ttl < 0: never): it reads as if it was not
+there. Sums and products are rounded one by one, except
 where torch uses one fused operation (`fma`).
 """

@@ -17,11 +17,13 @@ from trireme_shared.tables.kernels.parts import (
     EMPTY,
     ROW_MASK,
     STAMP_SHIFT,
+    age_of,
     cells_at,
     compiled,
     fetch_cell,
     find_cell,
     hash_of,
+    high_of,
     is_expired,
     link_at,
     mix,
@@ -50,7 +52,7 @@ def all_in(ids, seed, flags):
 
 
 @compiled
-def look(cells, capacities, seed, ids, wanted, rows):
+def look(cells, capacities, seed, secret, ids, wanted, rows):
     """The row of each id (int64 (n,)) into `rows` (int64 (n,)), expired ones too; ABSENT. Slots that are not
     `wanted` (bool (slots,)) are not searched: their ids are taken for absent."""
     slots = np.uint64(len(cells))
@@ -61,25 +63,25 @@ def look(cells, capacities, seed, ids, wanted, rows):
         if capacities[slot] == 0 or not wanted[slot]:
             continue
         own = cells_at(cells[slot], capacities[slot])
-        place = find_cell(own, capacities[slot], ids[i], hashed)
+        place = find_cell(own, capacities[slot], ids[i], hashed, secret)
         if place >= 0:
             rows[i] = np.int64(own[2 * place + 1] & ROW_MASK) - 1
 
 
 @compiled
-def find_rows(cells, capacities, seed, ids, version, ttl, rows):
+def find_rows(cells, capacities, seed, secret, ids, version, ttl, rows):
     """The row of each id (int64 (n,)) into `rows` (int64 (n,)); ABSENT. Expired ones are absent."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
         if i + AHEAD < len(ids):
-            fetch_cell(cells, capacities, ids[i + AHEAD], seed)
+            fetch_cell(cells, capacities, ids[i + AHEAD], seed, secret)
         hashed = hash_of(ids[i], seed)
         slot = hashed % slots
         rows[i] = ABSENT
         if capacities[slot] == 0:
             continue
         own = cells_at(cells[slot], capacities[slot])
-        place = find_cell(own, capacities[slot], ids[i], hashed)
+        place = find_cell(own, capacities[slot], ids[i], hashed, secret)
         if place >= 0:
             word = own[2 * place + 1]
             if not is_expired(word, version, ttl):
@@ -87,7 +89,7 @@ def find_rows(cells, capacities, seed, ids, version, ttl, rows):
 
 
 @compiled
-def find_words(cells, capacities, seed, ids, rows, words):
+def find_words(cells, capacities, seed, secret, ids, rows, words):
     """The row (int64 (n,)) and the word (uint64 (n,)) of each id, expired ones too; ABSENT and EMPTY."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
@@ -97,21 +99,21 @@ def find_words(cells, capacities, seed, ids, rows, words):
         if capacities[slot] == 0:
             continue
         own = cells_at(cells[slot], capacities[slot])
-        place = find_cell(own, capacities[slot], ids[i], hashed)
+        place = find_cell(own, capacities[slot], ids[i], hashed, secret)
         if place >= 0:
             words[i] = own[2 * place + 1]
             rows[i] = np.int64(words[i] & ROW_MASK) - 1
 
 
 @compiled
-def put_words(cells, capacities, used, seed, ids, words):
+def put_words(cells, capacities, used, seed, secret, ids, words):
     """Sets the words of ids, whose slots have room for those that are new. Each id comes once."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
         hashed = hash_of(ids[i], seed)
         slot = hashed % slots
         own = cells_at(cells[slot], capacities[slot])
-        place = find_cell(own, capacities[slot], ids[i], hashed)
+        place = find_cell(own, capacities[slot], ids[i], hashed, secret)
         if place < 0:
             place = -place - 1
             own[2 * place] = np.uint64(ids[i])
@@ -120,13 +122,13 @@ def put_words(cells, capacities, used, seed, ids, words):
 
 
 @compiled
-def rehash(old, old_capacity, first, last, new, new_capacity, seed):
+def rehash(old, old_capacity, first, last, new, new_capacity, seed, secret):
     """Cells [first, last) of a slot into another table of it."""
     source, target = cells_at(old, old_capacity), cells_at(new, new_capacity)
     for i in range(first, last):
         if source[2 * i + 1] != EMPTY:
             key = source[2 * i]
-            place = -find_cell(target, new_capacity, key, hash_of(key, seed)) - 1
+            place = -find_cell(target, new_capacity, key, hash_of(key, seed), secret) - 1
             target[2 * place] = key
             target[2 * place + 1] = source[2 * i + 1]
 
@@ -159,20 +161,20 @@ def admit(sketch, depth, seed, ids, rows, needed, admitted):
 
 
 @compiled
-def touch(cells, capacities, seed, ids, step, rows, words):
+def touch(cells, capacities, seed, secret, ids, step, rows, words):
     """Before a step: rows of `ids` get the stamp `step`, expired ones too. `words` (uint64 (n,)) has the old
     ones; EMPTY, and ABSENT in `rows`, for ids without a row."""
     slots = np.uint64(len(cells))
     for i in range(len(ids)):
         if i + AHEAD < len(ids):
-            fetch_cell(cells, capacities, ids[i + AHEAD], seed)
+            fetch_cell(cells, capacities, ids[i + AHEAD], seed, secret)
         hashed = hash_of(ids[i], seed)
         slot = hashed % slots
         rows[i], words[i] = ABSENT, EMPTY
         if capacities[slot] == 0:
             continue
         own = cells_at(cells[slot], capacities[slot])
-        place = find_cell(own, capacities[slot], ids[i], hashed)
+        place = find_cell(own, capacities[slot], ids[i], hashed, secret)
         if place >= 0:
             words[i] = own[2 * place + 1]
             rows[i] = np.int64(words[i] & ROW_MASK) - 1
@@ -181,7 +183,21 @@ def touch(cells, capacities, seed, ids, step, rows, words):
 
 @compiled
 def insert(
-    cells, capacities, used, seed, ids, step, rows, admitted, chunks, shift, width, free, free_count, next_row
+    cells,
+    capacities,
+    used,
+    seed,
+    secret,
+    ids,
+    step,
+    rows,
+    admitted,
+    chunks,
+    shift,
+    width,
+    free,
+    free_count,
+    next_row,
 ):
     """Cells and rows for admitted ids without one: rows from the list that begins with `free`, see
     `give_back`, then from `next_row` on. There is room in all cells. Answers (free, free_count, next_row)."""
@@ -199,7 +215,7 @@ def insert(
             rows[i] = next_row
             next_row += 1
         own = cells_at(cells[slot], capacities[slot])
-        place = -find_cell(own, capacities[slot], ids[i], hashed) - 1
+        place = -find_cell(own, capacities[slot], ids[i], hashed, secret) - 1
         own[2 * place] = np.uint64(ids[i])
         own[2 * place + 1] = touched_word(np.uint64(rows[i] + 1), step, hashed)
         used[slot] += 1
@@ -240,15 +256,18 @@ def expired(address, capacity, version, ttl, keys, words):
 
 
 @compiled
-def remove(address, capacity, seed, keys):
+def remove(address, capacity, seed, secret, keys):
     """Cells that are there."""
     own = cells_at(address, capacity)
     for i in range(len(keys)):
-        remove_cell(own, capacity, find_cell(own, capacity, keys[i], hash_of(keys[i], seed)), seed)
+        place = find_cell(own, capacity, keys[i], hash_of(keys[i], seed), secret)
+        remove_cell(own, capacity, place, seed, secret)
 
 
 @compiled
-def leave(cells, capacities, used, seed, slots, first, needed, queues, stamps, heads, lengths, keys, words):
+def leave(
+    cells, capacities, used, seed, secret, slots, first, needed, queues, stamps, heads, lengths, keys, words
+):
     """Removes the rows of slots that were changed longest ago: `needed[k]` (it counts down) of each
     `slots[k]` from `first` on, as `queues[slot]` has them in [heads[slot], lengths[slot]); one whose stamp is
     another than in `stamps` was changed since, and stays. Into `keys` and `words`. Answers the first k that
@@ -262,14 +281,14 @@ def leave(cells, capacities, used, seed, slots, first, needed, queues, stamps, h
                 return k, found
             key, stamp = queues[slot, heads[slot]], stamps[slot, heads[slot]]
             heads[slot] += 1
-            place = find_cell(own, capacity, key, hash_of(key, seed))
+            place = find_cell(own, capacity, key, hash_of(key, seed), secret)
             if place < 0 or stamp_of(own[2 * place + 1]) != stamp:
                 continue
             keys[found], words[found] = key, own[2 * place + 1]
             found += 1
             needed[k] -= 1
             used[slot] -= 1
-            remove_cell(own, capacity, place, seed)
+            remove_cell(own, capacity, place, seed, secret)
     return len(slots), found
 
 
@@ -287,26 +306,52 @@ def cells_of(address, capacity, keys, words):
 
 
 @compiled
-def restamp(address, capacity, later):
-    """All cells of a slot get stamps that are later by so many versions; not below 0."""
+def restamp(address, capacity, version, later):
+    """All cells of a slot, which are of `version`, get stamps that are later by so many versions; not below
+    0."""
     own = cells_at(address, capacity)
     marks = (np.uint64(1) << STAMP_SHIFT) - np.uint64(1)
     for i in range(capacity):
         word = own[2 * i + 1]
         if word != EMPTY:
-            own[2 * i + 1] = (np.uint64(max(0, stamp_of(word) + later)) << STAMP_SHIFT) | (word & marks)
+            stamp = max(0, version + later - age_of(word, version))
+            own[2 * i + 1] = (np.uint64(stamp) << STAMP_SHIFT) | (word & marks)
 
 
 @compiled
-def cells_between(address, capacity, seed, first, last, keys, words):
+def keep_oldest(address, capacity, version, oldest):
+    """No cell of a slot is older than so many steps at `version`. Answers how many were."""
+    own, found = cells_at(address, capacity), 0
+    marks = (np.uint64(1) << STAMP_SHIFT) - np.uint64(1)
+    for i in range(capacity):
+        word = own[2 * i + 1]
+        if word != EMPTY and age_of(word, version) > oldest:
+            own[2 * i + 1] = (np.uint64(version - oldest) << STAMP_SHIFT) | (word & marks)
+            found += 1
+    return found
+
+
+@compiled
+def cells_with(address, capacity, seed, first, last, keys, words):
     """The cells of a slot whose ids have the high halves [first, last) of their hash, into `keys` (int64) and
+    `words` (uint64); answers how many."""
+    own = cells_at(address, capacity)
+    found = 0
+    for i in range(capacity):
+        if own[2 * i + 1] != EMPTY and first <= np.int64(hash_of(own[2 * i], seed) >> np.uint64(32)) < last:
+            keys[found] = np.int64(own[2 * i])
+            words[found] = own[2 * i + 1]
+            found += 1
+    return found
+
+
+@compiled
+def cells_between(address, capacity, seed, secret, first, last, keys, words):
+    """The cells of a slot whose ids have places in [first, last) (see `high_of`), into `keys` (int64) and
     `words` (uint64); answers how many. They lie behind the cell where the search for the first of them
     begins, up to the first empty cell behind that of the last."""
     own = cells_at(address, capacity)
-    begin, end = (
-        start_of(np.uint64(first) << np.uint64(32), capacity),
-        start_of(np.uint64(last - 1) << np.uint64(32), capacity),
-    )
+    begin, end = start_of(np.uint64(first), capacity), start_of(np.uint64(last - 1), capacity)
     found = 0
     for step in range(capacity):
         i = begin + step
@@ -316,7 +361,7 @@ def cells_between(address, capacity, seed, first, last, keys, words):
             if begin + step >= end:
                 break
             continue
-        high = np.int64(hash_of(own[2 * i], seed) >> np.uint64(32))
+        high = np.int64(high_of(hash_of(own[2 * i], seed), secret))
         if first <= high < last:
             keys[found] = np.int64(own[2 * i])
             words[found] = own[2 * i + 1]
@@ -325,10 +370,10 @@ def cells_between(address, capacity, seed, first, last, keys, words):
 
 
 @compiled
-def fill(address, capacity, seed, keys, words):
+def fill(address, capacity, seed, secret, keys, words):
     """Puts cells into an empty table of a slot."""
     own = cells_at(address, capacity)
     for i in range(len(keys)):
-        place = -find_cell(own, capacity, keys[i], hash_of(keys[i], seed)) - 1
+        place = -find_cell(own, capacity, keys[i], hash_of(keys[i], seed), secret) - 1
         own[2 * place] = np.uint64(keys[i])
         own[2 * place + 1] = words[i]

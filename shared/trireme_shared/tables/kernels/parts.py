@@ -18,6 +18,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from trireme_shared.protocol.records.layout import LATER_STAMPS, STAMPS
 from trireme_shared.tables import hashing
 from trireme_shared.tables.hashing import FIRST, GOLDEN, SECOND
 
@@ -28,6 +29,7 @@ PAGE_BYTES = np.uint64(4096)  # no system has smaller ones
 EMPTY = np.uint64(0)
 ROW_MASK = np.uint64((1 << 31) - 1)
 STAMP_SHIFT = np.uint64(36)
+LATER, STAMP_MASK = np.int64(LATER_STAMPS), np.int64(STAMPS - 1)
 FREQUENCY_SHIFT = np.uint64(31)
 FREQUENCY_MASK = np.uint64(31)
 
@@ -83,7 +85,8 @@ def touch_page(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 
 def _stamp() -> str:
     sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(hashing.__file__)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    numbers = f"{LATER_STAMPS} {STAMPS}".encode()
+    return hashlib.sha256(b"".join([*(path.read_bytes() for path in sources), numbers])).hexdigest()
 
 
 STAMP = _stamp()
@@ -118,19 +121,34 @@ def cells_at(address, capacity):
 
 
 @compiled
-def start_of(hashed, capacity):
-    """Where the search for an id begins: its high bits choose the cell, its low ones the slot."""
-    return np.int64(((hashed >> np.uint64(32)) * np.uint64(capacity)) >> np.uint64(32))
+def high_of(hashed, secret):
+    """Says where an id is among the cells of its slot: in [0, 2**32). `secret`: odd, of this process. Whoever
+    chooses ids knows their hashes, and could choose many that begin at one cell: each search would pass them
+    all. So bits of a product with a secret choose the cell (multiply-shift: Dietzfelbinger et al. 1997)."""
+    return (hashed * secret) >> np.uint64(32)
+
+
+@compiled
+def start_of(high, capacity):
+    """Where the search for an id begins."""
+    return np.int64((high * np.uint64(capacity)) >> np.uint64(32))
 
 
 @compiled
 def stamp_of(word):
+    """The number of a step modulo STAMPS."""
     return np.int64(word >> STAMP_SHIFT)
 
 
 @compiled
+def age_of(word, version):
+    """By how many steps `version` is later than the one that changed the row last; negative: earlier."""
+    return ((version + LATER - stamp_of(word)) & STAMP_MASK) - LATER
+
+
+@compiled
 def is_expired(word, version, ttl):
-    return ttl >= 0 and version - stamp_of(word) > ttl
+    return ttl >= 0 and age_of(word, version) > ttl
 
 
 @compiled
@@ -160,18 +178,18 @@ def fetch_row(chunks, shift, width, number, count):
 
 
 @compiled
-def fetch_cell(cells, capacities, key, seed):
+def fetch_cell(cells, capacities, key, seed, secret):
     """The cell where the search for an id begins will be needed soon."""
     hashed = hash_of(key, seed)
     slot = hashed % np.uint64(len(cells))
     if capacities[slot] > 0:
-        fetch(cells[slot] + np.uint64(16 * start_of(hashed, capacities[slot])))
+        fetch(cells[slot] + np.uint64(16 * start_of(high_of(hashed, secret), capacities[slot])))
 
 
 @compiled
-def find_cell(cells, capacity, key, hashed):
+def find_cell(cells, capacity, key, hashed, secret):
     """The cell of an id, or, negative minus one, the empty one where it would be put."""
-    place = start_of(hashed, capacity)
+    place = start_of(high_of(hashed, secret), capacity)
     while True:
         word = cells[2 * place + 1]
         if word == EMPTY:
@@ -184,7 +202,7 @@ def find_cell(cells, capacity, key, hashed):
 
 
 @compiled
-def remove_cell(cells, capacity, place, seed):
+def remove_cell(cells, capacity, place, seed, secret):
     """Empties a cell; those behind it that would not be found any more move up (Knuth, volume 3, 6.4,
     algorithm R)."""
     hole = i = place
@@ -194,7 +212,7 @@ def remove_cell(cells, capacity, place, seed):
             i = 0
         if cells[2 * i + 1] == EMPTY:
             break
-        home = start_of(hash_of(cells[2 * i], seed), capacity)
+        home = start_of(high_of(hash_of(cells[2 * i], seed), secret), capacity)
         from_home, from_hole = i - home, i - hole
         if from_home < 0:
             from_home += capacity

@@ -85,13 +85,13 @@ def touch(address, size):
 
 
 @compiled
-def lookup(cells, capacities, chunks, shift, width, seed, ids, version, ttl, kind, scale, out):
+def lookup(cells, capacities, chunks, shift, width, seed, secret, ids, version, ttl, kind, scale, out):
     """`find_rows` and `gather`, some ids at a time: the processor then waits for many rows at once."""
     rows = np.empty(LOOKUP_BLOCK, np.int64)
     for first in range(0, len(ids), LOOKUP_BLOCK):
         last = min(first + LOOKUP_BLOCK, len(ids))
         some, found = ids[first:last], rows[: last - first]
-        find_rows(cells, capacities, seed, some, version, ttl, found)
+        find_rows(cells, capacities, seed, secret, some, version, ttl, found)
         gather(chunks, shift, width, seed, some, found, kind, scale, out[first:last])
 
 

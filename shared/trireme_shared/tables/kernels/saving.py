@@ -15,11 +15,11 @@ from trireme_shared.tables.kernels.parts import (
     AHEAD,
     EMPTY,
     ROW_MASK,
+    age_of,
     cells_at,
     compiled,
     fetch_row,
     row_at,
-    stamp_of,
 )
 
 DIGITS, VALUES = 8, 256  # of an id, for sorting
@@ -33,13 +33,13 @@ WITHOUT_SIGN, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 def collect(cells, capacities, slots, version, after, keys, words, ends):
     """The cells of `slots` (int64 (k,)) with stamps in (after, version] into `keys` (int64) and `words`
     (uint64), which have room for all cells."""
-    found = 0
+    found, newer = 0, version - after
     for i in range(len(slots)):
         slot = slots[i]
         own = cells_at(cells[slot], capacities[slot])
         for cell in range(capacities[slot]):
             word = own[2 * cell + 1]
-            if word != EMPTY and after < stamp_of(word) <= version:
+            if word != EMPTY and 0 <= age_of(word, version) < newer:
                 keys[found] = np.int64(own[2 * cell])
                 words[found] = word
                 found += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -17,6 +18,7 @@ import pytest
 
 from trireme_shared.platform.etcd import Fatal, Unauthenticated, connect, embedded
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd, find_binary, wheel_binary
+from trireme_shared.platform.etcd.errors import Damaged
 from trireme_shared.platform.security import etcd_users
 
 
@@ -233,3 +235,46 @@ async def test_etcd_dies_with_a_parent_that_was_killed(tmp_path):
     assert left.is_dir()
     embedded.sweep_sockets()
     assert not left.exists()
+
+
+async def test_an_etcd_whose_socket_is_deleted_ends_and_serves_at_the_same_place_again(tmp_path, monkeypatch):
+    """It listens at its start only."""
+    monkeypatch.setattr(embedded, "LOOK_S", 0.05)
+    async with EmbeddedEtcd(tmp_path) as etcd:
+        folder, url = Path(etcd.url.removeprefix("unix://")).parent, etcd.url
+        client = connect([url])
+        try:
+            await client.put("/a", b"1")
+            ending = asyncio.ensure_future(etcd.until_end())
+            shutil.rmtree(folder)
+            async with asyncio.timeout(30):
+                assert await ending == f"its socket in {folder} was deleted"
+            await etcd.start()
+            assert (await client.get("/a", timeout_s=20)).value == b"1"
+            assert etcd.url == url
+            ending = asyncio.ensure_future(etcd.until_end())
+            etcd.send(signal.SIGKILL)
+            assert await ending == ""
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize("damage", ["a log with other bytes", "a database with other bytes"])
+async def test_damaged_files_are_told_as_such_without_the_stack_of_go(tmp_path, damage):
+    async with EmbeddedEtcd(tmp_path) as etcd:
+        client = connect([etcd.url])
+        for number in range(50):
+            await client.put(f"/{number}", b"x" * 1000)
+        await client.close()
+    log, database = next((tmp_path / "data").rglob("*.wal")), next((tmp_path / "data").rglob("db"))
+    if damage == "a log with other bytes":
+        content = bytearray(log.read_bytes())
+        content[2000:40_000] = bytes(b ^ 0x5A for b in content[2000:40_000])
+        log.write_bytes(content)
+    else:
+        database.write_bytes(b"z" * database.stat().st_size)
+    with pytest.raises(Damaged) as caught:
+        await EmbeddedEtcd(tmp_path).start()
+    assert "goroutine" not in caught.value.message
+    assert "ended with code" in caught.value.message
+    assert caught.value.hint.endswith("etcd.log")

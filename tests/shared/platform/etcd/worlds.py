@@ -77,14 +77,19 @@ class SimulatedWorld(World):
         assert self.simulated.open_watches == 0, "a watch was left open"
 
 
+SHARED = "-shared"
+
+
 class RealWorld(World):
+    """With SHARED in its name: all watches of a client go over one connection."""
+
     def __init__(self, name: str, embedded: EmbeddedEtcd) -> None:
         super().__init__()
         self.name = name
         self.embedded = embedded
 
     def _connect(self, name: str) -> Etcd:
-        return connect([self.embedded.url])
+        return connect([self.embedded.url], share_watches=self.name.endswith(SHARED))
 
     async def restart(self) -> None:
         await self.embedded.kill()
@@ -108,6 +113,7 @@ def simulate(main, seed=0):
 
 
 REAL = real_binaries()
+REAL |= {f"{name}{SHARED}": binary for name, binary in REAL.items()}
 
 
 Scenario = Callable[[World], Awaitable[None]]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
+from structlog.testing import capture_logs
 
 from master_service.settings import Settings as MasterSettings
 from pserver_service.settings import Settings as PserverSettings
+from tests.equipment.waiting import until
 from trainer_agent.settings import Settings as TrainerSettings
 from trireme.pool.settings import Settings as HostSettings
 from trireme_shared.platform.membership.settings import CONFIGURATION, MemberSettings
@@ -32,10 +36,8 @@ def test_no_service_listens_beyond_loopback_without_a_token(
         kind.from_environment()
     assert caught.value.code == CONFIGURATION
     said = capsys.readouterr().err
-    assert (
-        f"TRIREME_HOST: Value error, {host} lets other hosts reach this process, and no token protects it"
-        in said
-    )
+    told = f"{host} lets other hosts reach this process, and no token protects it"
+    assert f"TRIREME_HOST={host}: Value error, {told}" in said
     monkeypatch.setenv("TRIREME_TOKEN", "secret")
     assert kind.from_environment().host == host
 
@@ -47,6 +49,28 @@ def test_loopback_needs_no_token(
 ) -> None:
     monkeypatch.setenv("TRIREME_HOST", host)
     assert kind.from_environment().host == host
+
+
+@pytest.mark.parametrize(("host", "told"), [("pod-7f9c.invalid", 1), ("127.0.0.1", 0), ("::1", 0)])
+async def test_a_name_that_nobody_can_look_up_is_told_with_the_variable_that_changes_it(
+    host: str, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = list[str]()
+
+    def resolved(name: str, port: None) -> list[object]:
+        looked_up.append(name)
+        if name.endswith(".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setenv("TRIREME_ADVERTISE", host)
+    with capture_logs() as logs:
+        MemberSettings.from_environment().look_up_own_name()
+        await until(lambda: looked_up, "the name to be looked up")
+        await until(lambda: len(logs) == told, "the log")
+    assert looked_up == [host]
+    assert all(line["host"] == host and "TRIREME_ADVERTISE" in line["hint"] for line in logs)
 
 
 def test_a_service_answers_to_its_names(monkeypatch: pytest.MonkeyPatch) -> None:

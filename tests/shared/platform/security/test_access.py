@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from trireme_shared.platform.security.access import Access, Asked, is_loopback
-from trireme_shared.platform.security.tokens import Role, Tokens
+from trireme_shared.platform.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
 from trireme_shared.protocol.errors import (
     Forbidden,
     ForeignOrigin,
@@ -112,9 +112,9 @@ def test_tokens_and_roles() -> None:
         assert refusal(guarded, replace(GET, authorization=authorization)) is None
 
 
-def test_a_role_that_is_not_enough_is_another_refusal_than_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    guarded = Access.of(Tokens(given="secret"))
-    monkeypatch.setattr(Tokens, "role_of", lambda _, token: Role.VIEWER if token == "seen" else None)
+def test_a_role_that_is_not_enough_is_another_refusal_than_no_token() -> None:
+    viewer = TokenRecord(name="v", role=Role.VIEWER, sha256=digest_of("seen"))
+    guarded = Access.of(Tokens(table=TokenTable(tokens=(viewer,))))
     asked = replace(GET, authorization="Bearer seen")
     found = [refusal(guarded, asked, needed) for needed in (Role.VIEWER, Role.MEMBER, Role.ADMIN)]
     assert found == [None, Forbidden, Forbidden]

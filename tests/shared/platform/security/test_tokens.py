@@ -121,6 +121,22 @@ def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> Non
     assert caught.value.hint == f"chmod 600 {path}"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to a group that it is not in")
+def test_a_secret_of_root_may_be_read_by_a_group_of_ours_as_kubernetes_mounts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "t", record("a", Role.ADMIN, "x"), mode=0o440)
+    os.chown(path, 0, 2000)
+    with pytest.raises(InvalidArgument, match="has mode 0440"):
+        Tokens(path)
+    monkeypatch.setattr(os, "getgroups", lambda: [0, 2000])
+    assert Tokens(path).role_of("x") is Role.ADMIN
+    for mode in (0o460, 0o444, 0o450):
+        path.chmod(mode)
+        with pytest.raises(InvalidArgument, match=f"has mode {mode:04o}"):
+            Tokens(path)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t", record("a", Role.ADMIN, "x"))

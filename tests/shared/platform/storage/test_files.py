@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -48,6 +52,20 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(place, tmp_path
     assert files.read_bytes(url) == b"old"
     assert files.expand(files.join(place, "*")) == files.expand(url)
     assert not [path for path in tmp_path.iterdir() if path.name != "file"]
+
+
+def test_a_writer_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path):
+    """Stores that are not S3 (gs://, az://, here memory://) get a file of this machine as a whole."""
+    code = (
+        "import os, signal\nfrom trireme_shared.platform.storage import files\n"
+        "with files.write_atomic('memory://place/file') as file:\n"
+        "    file.write(bytes(1 << 20))\n"
+        "    file.flush()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    assert (done.returncode, list(tmp_path.iterdir())) == (-signal.SIGKILL, [])
 
 
 def test_readers_see_the_old_or_the_new_file_never_a_part(tmp_path):

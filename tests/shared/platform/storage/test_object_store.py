@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from array import array
 
 import pytest
 
@@ -51,10 +52,31 @@ def test_an_object_appears_when_it_is_whole(s3: S3Server):
         for _ in range(3):
             file.write(bytes(PART))
             assert not files.exists(url)
-            assert s3.objects() == []
+            assert [object_store.marked_by(key) for key in s3.objects()] == ["job/part"]
         assert s3.uploads() == ["job/part"]
     assert files.size(url) == 3 * PART
-    assert s3.uploads() == []
+    assert (s3.objects(), s3.uploads()) == (["job/part"], [])
+
+
+def test_an_object_smaller_than_a_part_is_one_request(s3: S3Server):
+    for size in (0, PART - 1):
+        s3.requests.clear()
+        with files.write_atomic(files.join(s3.url, "part")) as file:
+            file.write(memoryview(b"x" * size))
+        assert [request.split("?")[0] for request in s3.requests] == ["PUT /bucket/part"]
+        assert files.read_bytes(files.join(s3.url, "part")) == b"x" * size
+
+
+def test_pieces_of_any_size_and_form_become_the_object(s3: S3Server):
+    """Also those that are larger than a part, and of other elements than bytes."""
+    numbers = array("d", range(PART // 8 + 7))
+    content = b"".join((b"abc", numbers.tobytes(), bytes(PART - 3), b"end" * PART))
+    url = files.join(s3.url, "part")
+    with files.write_atomic(url) as file:
+        for piece in (b"abc", b"", memoryview(numbers), bytearray(PART - 3), b"end" * PART):
+            file.write(piece)
+        assert file.tell() == len(content)
+    assert files.read_bytes(url) == content
 
 
 def test_until_then_readers_see_the_old_object(s3: S3Server):
@@ -78,12 +100,36 @@ def test_a_writer_that_fails_leaves_no_object_and_no_upload(s3: S3Server):
     assert (s3.objects(), s3.uploads()) == ([], [])
 
 
-@pytest.mark.parametrize("broken", [("PUT", "partNumber=2"), ("POST", "uploadId=")])
+@pytest.mark.parametrize(
+    "broken", [("POST", "uploads"), ("PUT", "partNumber=1"), ("PUT", "partNumber=2"), ("POST", "uploadId=")]
+)
 def test_a_part_or_an_end_that_is_refused_leaves_no_object_and_no_upload(s3: S3Server, broken):
     s3.before = on(*broken, "403 Forbidden", "AccessDenied")
     with pytest.raises(PermissionError, match="refuses access to tester"):
         write_parts(files.join(s3.url, "part"), 3)
     assert (s3.objects(), s3.uploads()) == ([], [])
+
+
+def test_a_marker_that_is_refused_leaves_nothing_for_the_garbage_collector_to_finish(s3: S3Server):
+    def refuse_markers(environ):
+        marker = environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(".tmp")
+        return ("403 Forbidden", refusal("AccessDenied")) if marker else None
+
+    s3.before = refuse_markers
+    with pytest.raises(PermissionError, match="refuses access to tester"):
+        write_parts(files.join(s3.url, "part"), 3)
+    s3.before = lambda _: None
+    gc.collect()
+    assert (s3.objects(), s3.uploads()) == ([], [])
+
+
+def test_a_marker_that_cannot_be_deleted_does_not_harm_the_object(s3: S3Server):
+    s3.before = on("DELETE", "", "403 Forbidden", "AccessDenied")
+    write_parts(files.join(s3.url, "job", "part"), 1)
+    s3.before = lambda _: None
+    assert files.size(files.join(s3.url, "job", "part")) == PART
+    assert files.sweep(files.join(s3.url, "job")) == 0
+    assert (s3.objects(), s3.uploads()) == (["job/part"], [])
 
 
 def test_a_server_that_stumbles_is_asked_again(s3: S3Server):
@@ -129,9 +175,8 @@ def test_more_objects_than_one_request_may_name_are_all_removed(s3: S3Server, mo
     assert s3.objects() == []
 
 
-def test_the_upload_of_a_killed_writer_is_swept(s3: S3Server):
+def kill_a_writer_of(url: str) -> None:
     """A process that begins an upload, and is killed by SIGKILL."""
-    url = files.join(s3.url, "job", "checkpoints", "u", "part")
     code = (
         "import os, signal\nfrom trireme_shared.platform.storage import files, object_store\n"
         f"with files.write_atomic({url!r}) as file:\n"
@@ -139,10 +184,28 @@ def test_the_upload_of_a_killed_writer_is_swept(s3: S3Server):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -9
-    assert (s3.objects(), s3.uploads()) == ([], ["job/checkpoints/u/part"])
+
+
+@pytest.mark.parametrize("as_minio", [False, True], ids=["listed by folder", "listed by key, as MinIO does"])
+def test_the_upload_of_a_killed_writer_is_swept(s3: S3Server, as_minio):
+    s3.as_minio = as_minio
+    files.write_bytes(files.join(s3.url, "job", "whole"), b"x")
+    kill_a_writer_of(files.join(s3.url, "job", "checkpoints", "u", "part.0.safetensors"))
+    assert s3.uploads() == ["job/checkpoints/u/part.0.safetensors"]
     assert files.sweep(files.join(s3.url, "other")) == 0
     assert files.sweep(files.join(s3.url, "job")) == 1
-    assert s3.uploads() == []
+    assert (s3.objects(), s3.uploads()) == (["job/whole"], [])
+    assert files.sweep(files.join(s3.url, "job")) == 0
+
+
+@pytest.mark.parametrize("as_minio", [False, True], ids=["listed by folder", "listed by key, as MinIO does"])
+def test_a_tree_is_removed_with_the_upload_of_a_killed_writer(s3: S3Server, as_minio):
+    s3.as_minio = as_minio
+    for folder in ("1", "10"):
+        kill_a_writer_of(files.join(s3.url, "job", folder, "part"))
+    files.remove_tree(files.join(s3.url, "job", "1"))
+    assert s3.uploads() == ["job/10/part"]
+    assert [object_store.marked_by(key) for key in s3.objects()] == ["job/10/part"]
 
 
 # ------------------------------------------------------------ what is wrong, and what to do

@@ -2,6 +2,7 @@
 and no longer."""
 
 import asyncio
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -88,6 +89,28 @@ async def test_memory_is_the_senders_again_after_the_push(monkeypatch, copies, g
     memory.zero_()
     await pushed(pserver, 1, RIGHT)
     assert await gradient(pserver, before) == copies
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_an_open_push_keeps_no_parameters_of_a_job_that_goes_back_and_is_answered(waits):
+    """They were freed when its sender ended it, or by chance: a block that waits and its push held each
+    other."""
+    pserver, _ = await server()
+    store = weakref.ref(pserver.store)
+    settled = []
+    pushing = pserver.begin_push(push_header(0, [0, 1]), lambda: settled.append(pushing.waiting))
+    if waits:
+        pushing.apply(*half(0, LEFT))
+        assert pushing.waiting == 1
+    pserver.drop(5)
+    assert store() is None
+    pushing.apply(*half(0, LEFT))
+    assert not pushing.keep_some(1)
+    assert (pushing.waiting, settled) == (0, [0] * waits)
+    answer = pushing.answer()
+    assert (answer.applied, [refusal.code for refusal in answer.refused]) == (waits, ["STALE_GENERATION"])
+    assert pushing.most_bytes(half(0, LEFT)[0], 64) == 64
+    pushing.close()
 
 
 async def _at_once(*_):

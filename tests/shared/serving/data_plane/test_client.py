@@ -39,7 +39,7 @@ async def test_init_push_and_pull_through_the_trainers_client(server):
     assert all(torch.equal(flat.values[k], values[k] - 1 - 1 - 1) for k in SIZES)
     info = await server.client.info()
     assert (info.ready, info.lowest, info.highest, info.blocks, info.bytes) == (True, 3, 3, 4, 800_000)
-    connector = server.client.session.connector.__class__.__name__
+    connector = server.client.session().connector.__class__.__name__
     assert connector == ("UnixConnector" if server.member.uds else "TCPConnector")
     family = server.client.stream.transport.get_extra_info("socket").family
     assert family is (socket.AF_UNIX if server.member.uds else socket.AF_INET)

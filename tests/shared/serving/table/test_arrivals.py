@@ -22,7 +22,7 @@ from trireme_shared.serving.core.stores import AsyncStore
 from trireme_shared.serving.data_plane.lookups import portion
 from trireme_shared.serving.pserver import Pserver
 from trireme_shared.tables.hashing import slots_of
-from trireme_shared.tables.table import stamps_of
+from trireme_shared.tables.memory import ages_of
 
 JOB_LAYOUT = LAYOUT.model_copy(update={"slot_count": 128, "digest": "d1", "segments": ()})
 MINIBATCHES, COUNT = 4, 128
@@ -187,7 +187,7 @@ def test_rows_are_as_old_as_they_were_though_servers_count_for_themselves(checkp
     ages = {}
     for slot in table.slots():
         rows = table.read_slot(slot)
-        ages |= dict(zip(rows.ids.tolist(), (table.version - stamps_of(rows.words)).tolist(), strict=True))
+        ages |= dict(zip(rows.ids.tolist(), ages_of(rows.words, table.version).tolist(), strict=True))
     (a, b), (c, d) = of_server(0)[:2], of_server(1)[:2]
     assert ages == {a: 0, b: 2, c: 0, d: 1}
 

@@ -34,8 +34,8 @@ from trireme_shared.serving.core.table.moving import (
 from trireme_shared.serving.core.table.rows import TableRows
 from trireme_shared.serving.core.table.stepping import ArrivedRows
 from trireme_shared.tables.hashing import slots_of
+from trireme_shared.tables.memory import ages_of
 from trireme_shared.tables.payload import joined
-from trireme_shared.tables.table import stamps_of
 
 SLOTS, MEMBERS, MINIBATCHES, TASKS, TRAINERS = 16, 3, 6, 12, 2
 ZEROS, SGD = RowInit(kind="constant", scale=0.0), RowOptimizer(kind="sgd", lr=1.0)
@@ -321,9 +321,9 @@ def ages(store: AsyncStore) -> dict[int, int]:
     (table,) = store.rows.tables
     rows = [table.read_slot(slot) for slot in table.slots()]
     return {
-        key: table.version - int(stamp)
+        key: age
         for part in rows
-        for key, stamp in zip(part.ids.tolist(), stamps_of(part.words), strict=True)
+        for key, age in zip(part.ids.tolist(), ages_of(part.words, table.version).tolist(), strict=True)
     }
 
 

@@ -16,6 +16,7 @@ from tests.shared.serving.table.tables import LAYOUT, NONE, ids, pushed_rows, st
 from trireme_shared.protocol.records.layout import ROWS
 from trireme_shared.protocol.wire import codec
 from trireme_shared.protocol.wire.messages import LookupRequest, Verdict
+from trireme_shared.serving.core.table import rows as table_rows
 from trireme_shared.tables.payload import MOST_BYTES
 
 __all__ = ["server"]
@@ -154,18 +155,18 @@ async def test_a_stream_ends_when_no_payload_can_be_taken(server, frame, why):
     await unharmed(server)
 
 
-async def test_rows_that_nobody_reads_are_made_one_answer_at_a_time(server):
+async def test_rows_that_nobody_reads_are_made_one_answer_at_a_time(server, monkeypatch):
     await server.initialise(LAYOUT)
     keys, calls = np.arange(100_000), 60
     made = 0
-    lookup = server.pserver.store.rows.lookup
+    reading = table_rows.RowsReading
 
     def counted(*asked):
         nonlocal made
         made += 1
-        return lookup(*asked)
+        return reading(*asked)
 
-    server.pserver.store.rows.lookup = counted
+    monkeypatch.setattr(table_rows, "RowsReading", counted)
     async with raw_stream(server) as raw:
         raw.transport.pause_reading()
         for number in range(calls):

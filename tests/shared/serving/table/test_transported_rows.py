@@ -17,7 +17,7 @@ from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import TableSpec
 from trireme_shared.protocol.wire.messages import Verdict
 from trireme_shared.serving.core.table.rows import TableRows
-from trireme_shared.tables.payload import ids_in, joined, narrowed, rows_in
+from trireme_shared.tables.payload import ids_in, joined, narrowed, rows_in, size_of
 
 DIMS = (1, 3, 16)
 LANES = 2
@@ -61,7 +61,7 @@ def test_rows_of_all_tables_come_as_they_are_rounded_and_gradients_too(data, dty
             parts = [of_lane(gradients, dim) for gradients, dim in zip(tables, DIMS, strict=True)]
             counts = tuple(len(keys) for keys, _ in parts)
             payload = joined([keys for keys, _ in parts], [values for _, values in parts], dtype)
-            assert payload.nbytes == rows.payload_bytes(counts, dtype)
+            assert payload.nbytes == size_of(counts, DIMS, ids=True, rows=True, dtype=dtype)
             kept = memoryview(bytearray(payload))
             assert rows.push(step, lane, *rows.read(counts, kept, dtype), 4) is Verdict.APPLIED
         list(rows.steps())

@@ -56,6 +56,18 @@ def test_what_a_reader_of_the_user_gets_stays_as_it_is_written(script):
     assert (urls[0], urls[1]) == ("table:1", str(Path("parts/*.bin").absolute()))
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_the_module_of_a_reader_that_is_named_by_a_string_goes_with_the_job(script, evaluated):
+    (script.parent / "readers").mkdir()
+    for name in ("__init__", "lines"):
+        (script.parent / "readers" / f"{name}.py").write_text("import words\n")
+    (script.parent / "words.py").write_text("")
+    custom = {"kind": "custom", "urls": ["table:1"], "reader": "readers.lines:reader"}
+    inspection = Inspection({}, DATA, custom) if evaluated else Inspection({}, custom, None)
+    modules = sent(script, inspection).source.modules
+    assert sorted(modules) == ["beside.py", "readers/__init__.py", "readers/lines.py", "words.py"]
+
+
 def test_settings_that_are_off_arrive_as_off(script):
     asked = sent(script, Inspection({}, DATA, None), checkpoint_every_epochs="off")
     assert asked.settings.checkpoint_every_epochs is None

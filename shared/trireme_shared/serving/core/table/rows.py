@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import SlotMap
@@ -30,7 +32,14 @@ from trireme_shared.serving.core.asynchronous import divisor
 from trireme_shared.tables.hashing import owned_slots
 from trireme_shared.tables.lanes import LaneRows, means_over_lanes
 from trireme_shared.tables.memory import HASHES, Floats, Numbers
-from trireme_shared.tables.payload import ID_BYTES, NUMBER_BYTES, ids_in, narrowed, rows_in, size_of
+from trireme_shared.tables.payload import (
+    ID_BYTES,
+    NUMBER_BYTES,
+    cast_some,
+    ids_in,
+    narrow_bytes,
+    rows_in,
+)
 from trireme_shared.tables.payload import joined as payload_of
 from trireme_shared.tables.sharded import ShardedTable
 from trireme_shared.tables.snapshot import TableSnapshot, new_lock, record_words
@@ -193,10 +202,6 @@ class TableRows:
 
     # ------------------------------------------------------------ pushes
 
-    def payload_bytes(self, counts: Sequence[int], dtype: Narrow | None = None) -> int:
-        """Of ids and gradients, so many of each table. Raises BadFrame."""
-        return size_of(counts, self.dims, ids=True, rows=True, dtype=dtype)
-
     def read(
         self, counts: Sequence[int], payload: memoryview, dtype: Narrow | None = None
     ) -> tuple[list[Numbers], list[Floats]]:
@@ -342,6 +347,13 @@ class TableRows:
         self.snapshots = [*(each for each in self.snapshots if each.is_open), *made]
         return made
 
+    def give_up_copies(self, cause: str) -> None:
+        """Whoever reads one hears why, and keeps the memory of the rows no longer than that takes."""
+        for each in self.snapshots:
+            if each.is_open:
+                each.give_up(InvalidArgument(cause))
+        self.snapshots = []
+
     def forget_removed(self, versions: Mapping[str, int]) -> None:
         """No delta will be made on versions of a table before these."""
         for table in self.tables:
@@ -379,7 +391,7 @@ class TableRows:
             self._lock.acquire()
         try:
             for table in self.tables:
-                table.restamp(slots, table.version - version)
+                table.restamp(slots, version, table.version - version)
                 table.apart[slots] = False
         finally:
             if not held:
@@ -426,13 +438,10 @@ class TableRows:
 
     def lookup(self, version: int | None, ids: Sequence[Numbers], dtype: Narrow | None = None) -> memoryview:
         """The values of all ids, as a payload of rows. Raises OverflowError: a value does not fit `dtype`."""
-        flat = np.empty(sum(len(some) * dim for some, dim in zip(ids, self.dims, strict=True)), np.float32)
-        first = 0
-        for table, some in zip(self.tables, ids, strict=True):
-            size = len(some) * table.spec.dim
-            table.lookup(some, flat[first : first + size].reshape(len(some), table.spec.dim), version)
-            first += size
-        return flat.data.cast("B") if dtype is None else narrowed(flat, dtype)
+        reading = RowsReading(self, version, ids, dtype)
+        while not reading.go_on():
+            pass
+        return reading.payload
 
     # ------------------------------------------------------------ whole tables
 
@@ -463,3 +472,47 @@ class TableRows:
                 break
         whole = living(joined(found, table.width), table.spec, table.version)
         return len(whole), payload_of([whole.ids], [whole.content[:, :dim]]), slot, part
+
+
+READ_AT_ONCE = 1 << 16  # ids of a lookup, in one turn: some milliseconds; of wide rows fewer
+READ_NUMBERS = READ_AT_ONCE * 16  # float32
+
+
+class RowsReading:
+    """The values of ids at `version` (None: the newest one of the moment), some at a time: an event loop has
+    its turns in between. Whether the version can be read (`TableRows.judge`) is asked before each `go_on`."""
+
+    def __init__(
+        self, rows: TableRows, version: int | None, ids: Sequence[Numbers], dtype: Narrow | None = None
+    ) -> None:
+        self._tables, self._version, self._ids = rows.tables, version, ids
+        numbers = sum(len(some) * dim for some, dim in zip(ids, rows.dims, strict=True))
+        self._values = np.empty(numbers, np.float32)
+        self._narrow = None if dtype is None else torch.empty(numbers, dtype=DTYPES[dtype])
+        self._table = self._first = self._done = 0  # the next table, the next of its ids, numbers read
+
+    def __repr__(self) -> str:
+        return f"<RowsReading of version {self._version}: {self._done} of {len(self._values)} numbers>"
+
+    def go_on(self) -> bool:
+        """Reads some more; answers whether that were the last ones. Raises OverflowError: a value does not
+        fit the dtype."""
+        ids_left, numbers_left, begun = READ_AT_ONCE, READ_NUMBERS, self._done
+        while self._table < len(self._tables) and ids_left > 0 and numbers_left > 0:
+            table, ids = self._tables[self._table], self._ids[self._table]
+            dim = table.spec.dim
+            some = ids[self._first : self._first + min(ids_left, max(1, numbers_left // dim))]
+            last = self._done + len(some) * dim
+            table.lookup(some, self._values[self._done : last].reshape(len(some), dim), self._version)
+            ids_left, numbers_left = ids_left - len(some), numbers_left - len(some) * dim
+            self._first, self._done = self._first + len(some), last
+            if self._first == len(ids):
+                self._table, self._first = self._table + 1, 0
+        if self._narrow is not None:
+            cast_some(self._narrow[begun : self._done], self._values[begun : self._done])
+        return self._table == len(self._tables)
+
+    @property
+    def payload(self) -> memoryview:
+        """Of all rows, once the last ones are read."""
+        return self._values.data.cast("B") if self._narrow is None else narrow_bytes(self._narrow)
