@@ -21,8 +21,8 @@ from pserver_service.context import OwnIndex, own_number
 from tests.equipment.virtual_loop import Process
 from tests.simulation.many_jobs import SimulatedJobs
 from trainer_agent.membership.lease import Membership
-from trireme.pool.host_agent import Host as PlacesOfHost
-from trireme.pool.host_agent import Place
+from trireme.pool.place import Host as PlacesOfHost
+from trireme.pool.place import Place
 from trireme.pool.registration import HostFolder, PlaceKeys
 from trireme_shared.platform.etcd import Etcd
 from trireme_shared.platform.etcd.reading import read_record

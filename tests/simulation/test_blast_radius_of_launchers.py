@@ -22,7 +22,8 @@ from tests.simulation.strikes import ERRORS, names_in, strike, tasks_of
 from trireme.containers import gateway as gateway_module
 from trireme.launch.processes import Child, Exit, RestartPolicy, spawn
 from trireme.launch.supervision import ClusterSettings, SupervisedProcesses
-from trireme.pool.host_agent import Host, HostAgent, Place
+from trireme.pool.host_agent import HostAgent
+from trireme.pool.place import Host, Place
 from trireme.pool.registration import HostFolder, PlaceKeys
 from trireme.pool.settings import Settings
 from trireme.view.child_events import ChildEvent
@@ -166,6 +167,10 @@ class Launcher(SupervisedProcesses[None]):
 
     @property
     def url(self) -> str:
+        return ""
+
+    @property
+    def way_without_etcd(self) -> str:
         return ""
 
     async def _start(self) -> None:

@@ -93,6 +93,7 @@ PURE = {
     "typing",
     "typing_extensions",
     "warnings",
+    "weakref",
 }
 PURE |= {"numpy", "torch"}  # where arrays are the subject
 FOLDERS = {

@@ -11,12 +11,12 @@ be started again, with the same log file.
 
 A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, chaos) is always started
 again. So is one that had started up and later lost its lease: its host froze or was cut off; and one that
-found another script than the job's: somebody edits it, and the others train on. A child that the kernel kills
-for lack of memory (out_of_memory.py in platform/runtime) has ended by itself. A child that ends by itself right
-after its start MAX_EARLY_ENDS times is given up: one more start would not help. A child that was never ready is
-given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say). A job's
-restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer starts, and later
-ones.
+found another script than the job's: somebody edits it, and the others train on. A child that the kernel
+kills for lack of memory (out_of_memory.py in platform/runtime) has ended by itself. A child that ends by
+itself right after its start MAX_EARLY_ENDS times is given up: one more start would not help. A child that
+was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say).
+A job's restart_policy and restart_delay_s say otherwise for its trainers and parameter servers: fewer
+starts, and later ones.
 """
 
 from __future__ import annotations

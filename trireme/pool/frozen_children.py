@@ -19,7 +19,7 @@ from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import JobSpec
 
 if TYPE_CHECKING:
-    from trireme.pool.host_agent import Host, Place
+    from trireme.pool.place import Host, Place
 
 LOOK_S = 1.0
 

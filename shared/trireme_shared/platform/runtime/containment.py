@@ -70,7 +70,9 @@ class Failed:
 @dataclass(slots=True)
 class Containment:
     """Of the tasks of one process or term. `ends`: errors by which that ends, also those in an
-    ExceptionGroup. `tell` gets a sentence about an error; about one that comes again and again ever more rarely."""
+    ExceptionGroup. `tell` gets a sentence about an error; about one that comes again and again it gets ever
+    fewer.
+    """
 
     ends: tuple[type[Exception], ...] = ()
     tell: Callable[[str], object] = lambda _: None
