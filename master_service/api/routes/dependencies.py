@@ -39,13 +39,15 @@ JobsOf = Annotated[JobsLed, Depends(_jobs)]
 def find_led(jobs: JobsLed, job: str | None) -> Master | None:
     """None: a job of the cluster that nobody leads now, or not yet. Raises NotFound, NotLeader, NotReady;
     Conflict if `job` is None and there are several."""
-    try:
+    if not isinstance(jobs, ClusterMaster) or job is None:
         return jobs.find(job)
+    try:
+        master = jobs.find(job)
     except (Conflict, NotReady):
-        if not isinstance(jobs, ClusterMaster) or job is None:
-            raise
         jobs.check_leading()
         return None
+    # its term may be about to begin, or have just ended with the job
+    return master if master.current_term is not None else None
 
 
 async def _master(request: Request, jobs: JobsOf) -> Master:

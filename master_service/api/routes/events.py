@@ -96,7 +96,7 @@ class JobEvents:
         deadline = clock.monotonic() + wait_s
         while True:
             left_s = max(0.0, deadline - clock.monotonic())
-            if (master := self._find()) is not None:
+            if (master := find_led(self._jobs, self._job)) is not None:
                 return await _led(master, after, limit, left_s)
             assert isinstance(self._jobs, ClusterMaster)
             assert self._job is not None
@@ -104,12 +104,6 @@ class JobEvents:
             if page.events or left_s <= 0:
                 return page
             await self._jobs.events.next(min(left_s, LOOK_S))
-
-    def _find(self) -> Master | None:
-        """None: a job of the cluster that nobody leads now, or not yet."""
-        master = find_led(self._jobs, self._job)
-        clustered = isinstance(self._jobs, ClusterMaster) and self._job is not None
-        return None if clustered and master is not None and master.current_term is None else master
 
 
 async def _led(master: Master, after: int, limit: int, wait_s: float) -> EventPage:
