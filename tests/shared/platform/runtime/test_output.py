@@ -54,9 +54,10 @@ def test_a_pipe_that_nobody_reads_keeps_nobody_waiting_and_what_was_left_out_is_
     into.drain(30)
     into.write("the last one\n")
     reader.join(30)
-    told = next(line for line in reader.found.splitlines() if b"are left out here" in line).decode()
-    left_out = int(told.split()[1].replace(",", ""))
-    assert left_out + reader.found.count(b"\n") - 2 == lines
+    told = [line.split()[1] for line in reader.found.splitlines() if b"are left out here" in line]
+    left_out = sum(int(number.replace(b",", b"")) for number in told)
+    assert left_out > 0
+    assert left_out + reader.found.count(b"\n") - len(told) - 1 == lines
     assert len(reader.found) < WAITING_BYTES + (1 << 17)
     assert into.lost == ""
 
