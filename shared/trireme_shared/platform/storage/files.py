@@ -263,10 +263,11 @@ def remove_tree(url: str) -> None:
     """The folder and everything in it, unfinished uploads too. A missing folder is no error. Raises
     OSError."""
     filesystem, path = _resolve(url)
-    with _asking(url), contextlib.suppress(FileNotFoundError):
-        if object_store.is_s3(url):
+    with _asking(url):
+        if object_store.is_s3(url):  # it raises NoBucket alone of the errors of what is missing
             object_store.remove_tree(filesystem, path)
-        else:
+            return
+        with contextlib.suppress(FileNotFoundError):
             filesystem.rm(path, recursive=True)
 
 
