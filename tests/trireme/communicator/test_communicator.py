@@ -126,11 +126,10 @@ def many(elements: int) -> list[torch.Tensor]:
 )
 def test_different_calls_fail_by_name_in_all_members_and_the_group_goes_on(etcd, one, other, told):
     with members(etcd, 2, "mismatch") as (each, _):
-        began = time.monotonic()
         each(lambda c, place: c.barrier())
         began = time.monotonic()
         found = each(lambda c, place: (one, other)[place](c))
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 10.0, "it was told, not waited for until timeout_s"
         assert [status == trireme.FAILED for status, _ in found] == [True, True]
         assert {status.cause for status, _ in found} == {Cause.MISMATCH}
         assert len({status.reason for status, _ in found}) == 1
