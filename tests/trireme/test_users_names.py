@@ -46,12 +46,12 @@ def run_alone(script: Path) -> subprocess.CompletedProcess[str]:
     """`python script.py`."""
     command = [sys.executable, str(script)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=50, env=clean_environment(), check=False
+        command, capture_output=True, text=True, timeout=100, env=clean_environment(), check=False
     )
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("early", [True, False])
 def test_plain_python_finds_the_users_module_and_we_find_ours(tmp_path: Path, early: bool) -> None:
     tail = "import trireme.plain, json\nfrom master_service import MINE\nprint(json.dumps([FOUND, MINE]))\n"
@@ -65,7 +65,7 @@ def test_plain_python_finds_the_users_module_and_we_find_ours(tmp_path: Path, ea
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "functions", [FUNCTIONS + "\ntrireme.train(__name__)\n", OWN_LOOP], ids=["functions", "own_loop"]
 )
@@ -79,7 +79,7 @@ def test_a_script_trains_under_plain_python_with_the_users_modules(tmp_path: Pat
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["platform", "queue"])
 def test_where_plain_python_cannot_import_torch_the_error_is_the_same(tmp_path: Path, name: str) -> None:
     script = write_users_modules(
