@@ -18,7 +18,8 @@ read is not used. The master limits how long a job waits for its parameters (`re
 
 A parameter server that rejoins has an older ledger than the others. Trainers whose pushes come too early
 resume where it stands. What it lacks of closed tasks is lost; the master counts that from `restored`. It
-takes no push before that: a task that a push to it finished would be counted as lost.
+takes no push before that: a task that a push to it finished would be counted as lost. Nor is it pushed
+afterwards what was counted: a trainer whose task was done then by another gives it up.
 """
 
 from __future__ import annotations

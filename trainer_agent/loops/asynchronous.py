@@ -5,9 +5,10 @@
 
 A push always covers minibatches [k n, (k + 1) n) of its task, in every attempt, and the ledger of each block
 applies each minibatch exactly once. A pserver that came back from a checkpoint expects earlier minibatches:
-the task resumes at its lowest ledger entry again. A pserver that gives no answer may be skipped while others
-answer; what it missed is reported with the task. With `max_staleness` a trainer waits before a minibatch
-while another one computes with much older parameters (BoundedStaleness).
+the task resumes at its lowest ledger entry again. Tasks that were done when its losses were counted are lost
+there: who still trains one of them gives it up (`_check_open`). A pserver that gives no answer may be skipped
+while others answer; what it missed is reported with the task. With `max_staleness` a trainer waits before a
+minibatch while another one computes with much older parameters (BoundedStaleness).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer_agent.core.duties import Duty
@@ -31,7 +33,8 @@ from trainer_agent.model.schedule import PushSchedule
 from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.steps import Times
-from trainer_agent.waiting import Backoff, SingleErrorGroup
+from trainer_agent.waiting import Backoff, SingleErrorGroup, retry
+from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import (
     DeadlineExceeded,
@@ -42,7 +45,7 @@ from trireme_shared.protocol.errors import (
     UserCodeError,
 )
 from trireme_shared.protocol.lanes import step_seed
-from trireme_shared.protocol.records import JobSpec, Mode, Task, TaskKind
+from trireme_shared.protocol.records import JobSpec, Mode, PendingTask, Task, TaskKind
 from trireme_shared.protocol.records.job import Paused
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.protocol.wire.messages import LedgerQuery, PushHeader, StalenessBound
@@ -83,6 +86,7 @@ class AsyncLoop:
         self._pauses, self._initial, self._evaluator = pauses, initial, evaluator
         self._spec, self._directory, self._compute = context.spec, context.directory, context.compute
         self._servers, self._source, self._reports = servers, context.source, context.reports
+        self._etcd = context.etcd
         self._dtypes, self._stopping, self._duty = context.gradient_dtypes, context.stopping, context.duty
         self._modulates = self._spec.lr_staleness_modulation
         servers.pulls.versions = {} if self._modulates else None
@@ -207,12 +211,13 @@ class AsyncLoop:
         return ahead if ahead is not None else await self._fetch()
 
     async def _fetch(self) -> LoadedTask | Task:
-        answer = await self._source.acquire(self._servers.fleet.generation)
+        generation = self._servers.fleet.generation
+        answer = await self._source.acquire(generation)
         if answer.task is None:
             raise TrainingOver
         if answer.task.kind is not TaskKind.TRAIN:
             return answer.task
-        return await self._source.load(answer.task)
+        return replace(await self._source.load(answer.task), generation=generation)
 
     async def _ahead(self) -> LoadedTask | Task | TaskFailed | None:
         """None if anything fails: then `_fetch` asks again, and gets the error."""
@@ -228,6 +233,7 @@ class AsyncLoop:
         task, every = loaded.task, self._spec.push_every
         count = minibatches_in(len(loaded.shard), self._spec.minibatch_size)
         self._generation = self._servers.fleet.generation  # of the task's first push
+        self._open_in = loaded.generation  # the newest one in which the task is known not to be done
         self._times, self._began = Times(), clock.monotonic()
         self._skipped: dict[int, int] = {}  # minibatches of the task that a pserver missed, by its index
         start = await self._resume_at(task, count) if task.attempt > 1 else 0
@@ -285,6 +291,7 @@ class AsyncLoop:
         results: list[LaneResult] = []
         backoff = Backoff("an answer of any parameter server")
         while True:
+            await self._check_open(task)
             header = PushHeader(
                 **self._servers.fleet.envelope(),
                 mode=Mode.ASYNC,
@@ -330,6 +337,22 @@ class AsyncLoop:
         began, self._began = self._began, clock.monotonic()
         self._reports.spent(number, task.timeline, self._began - began, self._times)
         self._times = Times()
+
+    async def _check_open(self, task: Task) -> None:
+        """A parameter server that came back takes pushes of the generation in which its losses were counted,
+        and of later ones. A push of such a generation has to be of a task that was not done then. That is
+        certain if this attempt is still pending: etcd has everything that led to the state known here. Raises
+        Superseded."""
+        key = self._directory.keys.pending(task.task_id)
+        while (mended := self._directory.known_state.mended) > self._open_in:
+            found = await retry(lambda: self._etcd.get(key), f"whether task {task.task_id} is open")
+            held = read_record(PendingTask, key, found.value if found else None)
+            if held is None or held.epoch != task.epoch or not held.find(task.attempt, self._source.trainer):
+                raise Superseded(
+                    f"attempt {task.attempt} of task {task.task_id} was overtaken before a parameter server "
+                    "came back"
+                )
+            self._open_in = mended
 
     async def _gradients(
         self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes

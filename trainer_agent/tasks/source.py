@@ -77,11 +77,13 @@ class TaskFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its records in memory. `order`: in which they are trained; None: as they are."""
+    """A task with its records in memory. `order`: in which they are trained; None: as they are.
+    `generation`: in which this trainer asked for the task (asynchronous)."""
 
     task: Task
     shard: Shard
     order: Indices | None = None
+    generation: int = 0
 
 
 class TaskSource:

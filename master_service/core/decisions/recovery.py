@@ -461,7 +461,7 @@ def returned(state: JobState, members: Members) -> list[PserverMember]:
 def is_outdated(state: JobState, generation: int | None) -> bool:
     """Whether a task whose first push was in `generation` may be missing at a pserver that came back since.
     Then it is given again. The pserver takes pushes once its losses are on record, so what was done before
-    that was counted."""
+    that was counted; whoever trains it still gives it up (AsyncLoop)."""
     return generation is not None and generation < state.mended
 
 

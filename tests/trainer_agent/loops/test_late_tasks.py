@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 
+from master_service.core.changes import Decision
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
 from trireme_shared.protocol.records import Mode, Phase
@@ -63,6 +64,18 @@ async def ledgers(made):
     return [(ledger.applied_lowest, ledger.applied_highest, ledger.tasks_open) for ledger in found]
 
 
+async def counted_losses(made) -> int:
+    """As when a parameter server is back: the generation that begins then, once trainers know of it."""
+
+    def back(job, _now) -> Decision[int]:
+        generation = job.state.generation + 1
+        return Decision(generation, (job.state.with_fields(generation=generation, mended=generation),))
+
+    generation = await made.master.writer.decide(back)
+    await made.directory.wait_for(lambda view: view.known_state.mended == generation, 10.0, "the generation")
+    return generation
+
+
 def given_twice(made):
     return [event for event in made.master.events.after(0, 1000) if event.name == "task_given_twice"]
 
@@ -109,6 +122,24 @@ async def test_a_trainer_that_goes_on_after_its_task_was_done_by_another_changes
         assert given_twice(made)
         assert made.directory.state.result.trained_records == 2 * RECORDS
         assert await ledgers(made) == [(MINIBATCHES, MINIBATCHES, 0)] * 2 * spec.pservers
+
+
+async def test_a_task_that_was_done_when_a_pserver_came_back_is_pushed_no_more_by_who_was_overtaken(tmp_path):
+    """It counted as lost there, and the parameter server had it all the same."""
+    spec = spec_of(write_script(tmp_path), push_every=1).model_copy(update={"epochs": 2})
+    async with cluster(spec, 2) as made:
+        goes_on = await one_hangs(made)
+        async with asyncio.timeout(50):
+            while made.master.job.training.current < 1:
+                await asyncio.sleep(0.01)
+        generation = await counted_losses(made)
+        for pserver in made.pservers:
+            pserver.generation = generation
+        goes_on.set()
+        assert (await made.ended()).phase is Phase.COMPLETED
+        assert await ledgers(made) == [(MINIBATCHES, MINIBATCHES, 0)] * 2 * spec.pservers
+        of_the_first_epoch = [(await pserver.info()).ledger[0] for pserver in made.pservers]
+        assert [ledger.duplicates for ledger in of_the_first_epoch] == [0] * spec.pservers
 
 
 async def test_with_stragglers_off_the_epoch_waits_for_the_trainer_that_hangs(tmp_path):
