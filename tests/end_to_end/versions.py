@@ -25,7 +25,7 @@ import pytest_asyncio
 import torch
 
 from tests.end_to_end.cluster_command import model_of, script_in
-from tests.end_to_end.command import Command
+from tests.end_to_end.command import Command, Done
 from tests.end_to_end.local_cluster import same_bits, spec_of
 from tests.equipment.forked import MARK, clean_environment
 from tests.equipment.waiting import until
@@ -42,9 +42,11 @@ COMMITS = {
     "oldest": os.environ.get("TRIREME_OLDEST_COMMIT", "7920761a"),
 }
 """The version before this one, and the one before that."""
+CREATED = 201
 TOKEN = "between-versions"
 LIMIT_S, END_S = 300.0, 120.0
 LEASE_S = 3.0
+AWAY = (421, 502, 503, 504)  # while another master takes over
 STEPS = 3  # that each job makes between two changes
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "servers": {"strategy": "parameter_server", "trainers": 1, "pservers": 1},
@@ -97,6 +99,7 @@ class Cluster:
         self._trireme, self._url, self._trees = trireme, url, trees
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._etcd = connect([url])
+        self._submitted: dict[str, dict[str, Any]] = {}
         self.folder = trireme.folder
 
     async def master(self, name: str, version: str) -> None:
@@ -146,22 +149,26 @@ class Cluster:
         await self._etcd.close()
 
     async def ask(self, method: str, path: str, body: Any = None, at: str = "") -> dict[str, Any]:
-        """Until the leader answers; `at`: through that standby. As JSON: a client of either version would
-        want fields of its own."""
+        answer = await self.answer(method, path, body, at)
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    async def answer(self, method: str, path: str, body: Any = None, at: str = "") -> httpx.Response:
+        """Of the leader, as soon as there is one; `at`: through that standby. As JSON: a client of either
+        version would want fields of its own."""
         headers = {"Authorization": f"Bearer {TOKEN}"} | ({"Trireme-Forward": "leader"} if at else {})
         if body is not None:
             headers["Idempotency-Key"] = f"{path} {body['name']}"
         async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(headers=headers, trust_env=False) as client:
             while True:
                 with suppress(httpx.TransportError):
-                    if url := (self._url_of(at) if at else await self._leading_url()):
+                    if url := (self._url_of(at) if at else await self.leading_url()):
                         answer = await client.request(method, f"{url}{path}", json=body, timeout=10)
-                        if answer.status_code < 500:
-                            assert answer.is_success, answer.text
-                            return dict(answer.json())
+                        if answer.status_code not in AWAY:
+                            return answer
                 await asyncio.sleep(0.05)
 
-    async def _leading_url(self) -> str:
+    async def leading_url(self) -> str:
         found = await self._etcd.get(ClusterKeys().address)
         return str(json.loads(found.value)["url"]) if found is not None else ""
 
@@ -222,7 +229,32 @@ class Cluster:
         for name in ("dataset", "evaluation_dataset"):
             settings[name] = getattr(spec, name).model_dump(mode="json")
         wanted = {"name": spec.job, "settings": settings, "script": spec.script}
-        await self.ask("POST", "/v1/jobs", wanted | {"scheduling": {"max_trainers": most_trainers}})
+        self._submitted[spec.job] = wanted | {"scheduling": {"max_trainers": most_trainers}}
+        answer = await self.submit_again(spec.job)
+        assert answer.status_code == CREATED, answer.text
+
+    async def submit_again(self, job: str) -> httpx.Response:
+        """The same request with the same key, as of somebody who has got no answer."""
+        return await self.answer("POST", "/v1/jobs", self._submitted[job])
+
+    async def change_places(self, host: str, verb: str) -> None:
+        """`verb`: drain, undrain."""
+        for place in ("pserver-0", "trainer-0", "trainer-1"):
+            await self.ask("POST", f"/v1/pool-members/{host}-{place}/{verb}")
+
+    async def command(self, version: str, *words: object) -> Done:
+        """`trireme` of that version, told where the leader is."""
+        environment = clean_environment() | {MARK: self._trireme.mark, "TRIREME_TOKEN": TOKEN}
+        environment["PYTHONPATH"] = self._trees.search_path(version)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "trireme", *map(str, words), "--url", await self.leading_url()),
+            cwd=self._trees[version],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        return Done(await process.wait(), out.decode(), err.decode())
 
     async def train(self) -> None:
         """Until each job has made STEPS more."""
@@ -271,8 +303,9 @@ async def cluster(trireme: Command, embedded_etcd: EmbeddedEtcd, trees: Trees) -
 async def submit_both(cluster: Cluster, slow_s: float, most_trainers: int = 1) -> None:
     """They train slowly until `Cluster.ends`: `slow_s` for each minibatch."""
     script = script_in(cluster.folder, slow_s)
-    for name, numbers in STRATEGIES.items():
-        spec = spec_of(cluster.folder, job=name, **numbers)
+    # all of them first: each one writes the data that a job would be reading
+    specs = [spec_of(cluster.folder, job=name, **numbers) for name, numbers in STRATEGIES.items()]
+    for spec in specs:
         await cluster.submit(spec.with_fields(script=str(script)), most_trainers)
 
 

@@ -199,7 +199,7 @@ class Answering:
         view: Callable[[A], R],
         otherwise: Callable[[], R] | None = None,
     ) -> R:
-        """`view` of what `call` answers; `kind`: the record that it makes. `otherwise`: what is answered where
+        """`view` of what `call` answers; `kind`: the record that it makes. `otherwise`: what is answered if
         another version has kept its answer in a form that this one cannot read. Raises what `call` raises,
         DeadlineExceeded, IdempotencyKeyReused, Conflict."""
         if self.keyed is None:
@@ -239,7 +239,8 @@ async def keyed_request(request: Request, key: str, **names: str) -> Keyed | Non
         [operation, {**request.path_params, **names}, _plain(await request.body())], sort_keys=True
     )
     own_key = json.dumps([request.headers.get("authorization", ""), operation, key])
-    return Keyed(_digest(own_key)[:32], _digest(asked), operation, clock.wall_time())
+    wall_time, older_key = clock.wall_time(), _digest(key)[:32]
+    return Keyed(_digest(own_key)[:32], _digest(asked), operation, wall_time, older_key)
 
 
 async def _of_job(master: MasterOf, request: Request, idempotency_key: Key = "") -> Answering:
