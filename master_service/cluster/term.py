@@ -29,7 +29,7 @@ from master_service.cluster.store import (
 )
 from master_service.cluster.unreadable import unreadable_event
 from master_service.core.changes import Decision, Event
-from master_service.core.decisions import cluster_jobs, job_schedules
+from master_service.core.decisions import cluster_jobs, job_operations, job_schedules
 from master_service.core.decisions.cluster_jobs import finish, follow_resize
 from master_service.core.decisions.job_schedules import ScheduleLook
 from master_service.core.decisions.scheduling.admission import lost_places
@@ -136,6 +136,7 @@ class ClusterTerm:
     # ---------------------------------------------------------------- the schedule
 
     async def _keep_schedule(self) -> None:
+        await self.contained.once(self._end_overtaken, "ending operations of an earlier term")
         while True:
             self._changed.clear()
             begin = clock.monotonic()
@@ -165,6 +166,11 @@ class ClusterTerm:
                 continue
             if took_s > 0:
                 await asyncio.sleep(took_s)
+
+    async def _end_overtaken(self) -> None:
+        stamp = clock.timestamp()
+        while await self.writer.decide(lambda state, _: job_operations.overtaken(state, stamp), LAST_BYTES):
+            pass
 
     async def _create_due_jobs(self) -> float | None:
         """Those of schedules. Seconds until the next time of one; None: there is none."""

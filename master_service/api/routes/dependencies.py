@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Generic, Protocol, TypeVar
 
 from fastapi import Depends, Header, Path, Query, Request, Response
+from pydantic import ValidationError
 from starlette.types import Receive
 
 from master_service.api.render import TOKEN_PATTERN
@@ -20,6 +21,7 @@ from master_service.leadership.master import Master
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security.access import CALLER
 from trireme_shared.protocol.errors import Conflict, DeadlineExceeded, InvalidArgument, NotReady, PeerError
+from trireme_shared.protocol.records.operations import KeptAnswer
 from trireme_shared.protocol.records.record import Record
 from trireme_shared.protocol.rest import Empty
 
@@ -190,16 +192,28 @@ class Answering:
     def __init__(self, keyed: Keyed | None) -> None:
         self.keyed = keyed
 
-    async def answer(self, kind: type[R], call: Call[A], view: Callable[[A], R]) -> R:
-        """`view` of what `call` answers; `kind`: the record that it makes. Raises what `call` raises,
-        DeadlineExceeded, IdempotencyKeyReused."""
+    async def answer(
+        self,
+        kind: type[R],
+        call: Call[A],
+        view: Callable[[A], R],
+        otherwise: Callable[[], R] | None = None,
+    ) -> R:
+        """`view` of what `call` answers; `kind`: the record that it makes. `otherwise`: what is answered if
+        another version has kept its answer in a form that this one cannot read. Raises what `call` raises,
+        DeadlineExceeded, IdempotencyKeyReused, Conflict."""
         if self.keyed is None:
             return view(await answered(call(once=None)))
         shown = _Shown(view)
         try:
             await answered(call(once=Once(self.keyed, shown)))
         except AnsweredBefore as before:
-            return kind.model_validate_json(before.kept.answer)
+            try:
+                return kept_answer(kind, before.kept)
+            except Conflict:
+                if otherwise is None:
+                    raise
+                return otherwise()
         return shown.last
 
 
@@ -225,7 +239,8 @@ async def keyed_request(request: Request, key: str, **names: str) -> Keyed | Non
         [operation, {**request.path_params, **names}, _plain(await request.body())], sort_keys=True
     )
     own_key = json.dumps([request.headers.get("authorization", ""), operation, key])
-    return Keyed(_digest(own_key)[:32], _digest(asked), operation, clock.wall_time())
+    wall_time, older_key = clock.wall_time(), _digest(key)[:32]
+    return Keyed(_digest(own_key)[:32], _digest(asked), operation, wall_time, older_key)
 
 
 async def _of_job(master: MasterOf, request: Request, idempotency_key: Key = "") -> Answering:
@@ -234,6 +249,18 @@ async def _of_job(master: MasterOf, request: Request, idempotency_key: Key = "")
 
 async def _of_cluster(request: Request, idempotency_key: Key = "") -> Answering:
     return Answering(await keyed_request(request, idempotency_key))
+
+
+def kept_answer(kind: type[R], kept: KeptAnswer) -> R:
+    """Raises Conflict: another version has given it in another form."""
+    try:
+        return kind.model_validate_json(kept.answer)
+    except ValidationError as error:
+        msg = (
+            f"{kept.operation} was carried out at {kept.create_time} with this Idempotency-Key, by another "
+            "version of Trireme, whose answer this one cannot read"
+        )
+        raise Conflict(msg, hint="ask for what it was about; docs/upgrades.md") from error
 
 
 def empty(_: object) -> Empty:

@@ -121,7 +121,8 @@ async def create_job(
         view = resting_view(state, made, leader, JobState())
         return view.with_fields(settings=None, sources={})
 
-    view = await answering.answer(JobView, partial(cluster.create_job, job, asked.source), kept)
+    call = partial(cluster.create_job, job, asked.source)
+    view = await answering.answer(JobView, call, kept, lambda: kept(state.job(job.job)))
     return view.with_fields(settings=job.spec, sources=job.spec.sources)
 
 

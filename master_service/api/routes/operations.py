@@ -29,6 +29,7 @@ from master_service.api.routes.dependencies import (
     asked_by,
     committed,
     find_led,
+    kept_answer,
     keyed_request,
 )
 from master_service.cluster.leader import ClusterMaster, JobsLed
@@ -92,7 +93,7 @@ class AskingFor:
         try:
             begun = await answered(call(Once(self.keyed, lambda begun: begun) if self.keyed else None))
         except AnsweredBefore as before:
-            begun = Operation.model_validate_json(before.kept.answer)
+            begun = kept_answer(Operation, before.kept)
         self.response.headers["Location"] = f"/v1/jobs/{self.job}/operations/{begun.operation_id}"
         try:
             found = await self.kept.operation(self.job, begun.operation_id, self.wait_s)

@@ -401,13 +401,19 @@ def due_for_deletion(state: ClusterState, wall_time: float, retention_s: float |
     due = [
         job
         for job in state.jobs.values()
-        if (job.standing.final and job.wanted == "delete") or job_operations.is_deleting(state, job.job)
+        if (job.standing.final and job.wanted == "delete") or _is_deleting_unread(state, job)
     ]
     if retention_s is not None:
         due += [
             job for job in _may_go(state) if job.end_time and instant(job.end_time) + retention_s <= wall_time
         ]
     return [job.job for job in sorted(due, key=_ended_first)]
+
+
+def _is_deleting_unread(state: ClusterState, job: ClusterJob) -> bool:
+    """Its record does not say it. A record that can be read does, whoever carries an operation out: one of
+    that name may be of the job before."""
+    return job.standing is Standing.UNREADABLE and job_operations.is_deleting(state, job.job)
 
 
 def follow_resize(

@@ -5,7 +5,8 @@ asked ─► its decision (cluster_jobs.py) and a RUNNING operation, in one tran
     ├─ QUEUED, PAUSED: it is so at once ─► DONE
     ├─ the job's term ends as asked ─────► DONE
     ├─ it ends otherwise ────────────────► FAILED
-    └─ something else is asked meanwhile ► FAILED, and the next one runs
+    ├─ something else is asked meanwhile ► FAILED, and the next one runs
+    └─ a leader that knows no operations has done it, or something else ► the next one that does ends it
 
 Of a job one runs at a time: the same request again gets that one.
 """
@@ -33,6 +34,7 @@ WAITS_FOR = {
     OperationKind.DELETE: "the job's files are deleted",
 }
 REACHED = {OperationKind.PAUSE: Standing.PAUSED, OperationKind.CANCEL: Standing.CANCELLED}
+ASKED = {OperationKind.PAUSE: "pause", OperationKind.CANCEL: "cancel"}
 
 
 def begin(
@@ -67,6 +69,20 @@ def stopped(state: ClusterState, job: ClusterJob, stamp: str) -> tuple[ClusterCh
     return (_ended(job.job, running, OperationState.FAILED, _where(job), stamp, Conflict.code),)
 
 
+def overtaken(state: ClusterState, stamp: str) -> ClusterDecision[bool]:
+    """Ends what a leader of a version without operations carried out meanwhile, some at a time. Answers
+    whether there is more. Nobody else would end them, and a deletion would be of the next job of that
+    name."""
+    stale = [
+        (name, each)
+        for name, operations in state.operations.items()
+        for each in operations.values()
+        if each.running and not _goes_on(state.jobs.get(name), each.kind)
+    ]
+    changes = [_overtaken(state, name, each, stamp) for name, each in stale[:AT_ONCE]]
+    return Decision(len(stale) > AT_ONCE, tuple(changes))
+
+
 def is_deleting(state: ClusterState, name: str) -> bool:
     """Of a job that cannot be read only this says so."""
     running = _running(state, name)
@@ -87,6 +103,27 @@ def not_deleted(state: ClusterState, name: str, error: Exception, stamp: str) ->
     code = error.code if isinstance(error, TriremeError) else TriremeError.code
     why = f"{error or type(error).__name__}; it is tried again"
     return Decision(None, (_ended(name, running, OperationState.FAILED, why, stamp, code),))
+
+
+def _goes_on(job: ClusterJob | None, kind: OperationKind) -> bool:
+    """Whether the job is still asked for it. What is asked of a job that cannot be read is not known."""
+    if job is None:
+        return False
+    if job.standing is Standing.UNREADABLE:
+        return True
+    if kind is OperationKind.DELETE:
+        return job.wanted == "delete"
+    return job.standing is Standing.ACTIVE and job.wanted == ASKED.get(kind)
+
+
+def _overtaken(state: ClusterState, name: str, operation: Operation, stamp: str) -> PutJobOperation:
+    job = state.jobs.get(name)
+    if operation.kind is OperationKind.DELETE:
+        return _ended(name, operation, OperationState.DONE, f"job {name} is deleted", stamp)
+    if job is not None and job.standing is REACHED.get(operation.kind):
+        return _ended(name, operation, OperationState.DONE, _where(job), stamp)
+    why = f"job {name} was deleted" if job is None else _where(job)
+    return _ended(name, operation, OperationState.FAILED, why, stamp, Conflict.code)
 
 
 def _running(state: ClusterState, name: str) -> Operation | None:

@@ -50,12 +50,14 @@ class AnsweredBefore(TriremeError):
 @dataclass(frozen=True, slots=True)
 class Keyed:
     """A request. `key`: a digest of its token, its operation and its Idempotency-Key. `asked`: one of what it
-    asks for. `operation`: its operationId. `wall_time`: when it came, seconds since 1970."""
+    asks for. `operation`: its operationId. `wall_time`: when it came, seconds since 1970. `older_key`: under
+    which the version before kept its answer, whoever had asked; "": it is not looked for."""
 
     key: str
     asked: str
     operation: str
     wall_time: float
+    older_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Once(Generic[A]):
     def _known(self, answers: KeptAnswers) -> KeptAnswer | None:
         """One without an answer yet. Raises AnsweredBefore, IdempotencyKeyReused."""
         asked = self.request
-        found = answers.find(asked.key, asked.wall_time)
+        found = answers.find(asked.key, asked.wall_time) or self._kept_by_older(answers)
         if found is None:
             return None
         if found.asked != asked.asked:
@@ -117,6 +119,13 @@ class Once(Generic[A]):
         if found.answer:
             raise AnsweredBefore.with_answer(found)
         return found
+
+    def _kept_by_older(self, answers: KeptAnswers) -> KeptAnswer | None:
+        """The version before had carried it out. Another request says nothing here."""
+        asked = self.request
+        found = answers.find(asked.older_key, asked.wall_time) if asked.older_key else None
+        same = found is not None and (found.operation, found.asked) == (asked.operation, asked.asked)
+        return found if same else None
 
     def _kept(self, answer: str) -> KeptAnswer:
         asked = self.request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.master_service.api.requests_by_key import (
     post,
     shown,
 )
+from trireme_shared.protocol.records.cluster import Standing
 from trireme_shared.protocol.records.operations import KeptAnswer
 from trireme_shared.protocol.times import rfc3339
 
@@ -178,6 +180,40 @@ def test_a_refused_request_keeps_its_key_and_an_answer_outlives_what_it_is_about
             await leader.delete_job("new")
             assert (await post(leader, "/v1/jobs", WANTED)).json() == created.json()
             assert "new" not in leader.state.jobs
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("older_key", [False, True])
+def test_an_answer_that_another_version_has_kept_in_another_form_is_not_needed(*, older_key: bool) -> None:
+    """It ended in a bug's 500: the job is there, and other requests say that they were carried out.
+    `older_key`: as versions kept it which had the same keys for all tokens; it was not found."""
+
+    async def main() -> None:
+        world = World("cluster")
+        await world.prepare()
+        async with world.leading("m1") as leader:
+            first = (await post(leader, "/v1/jobs", WANTED, "createJob")).json()
+            assert (await post(leader, "/v1/jobs/waits/pause", None, "pauseJob")).is_success
+        etcd, keys = world.jobs.etcd, world.jobs.keys
+        for each in (await etcd.range(keys.answers, prefix=True)).kvs:
+            other = KeptAnswer.from_bytes(each.value).with_fields(answer='{"job": "new", "pservers": 1}')
+            if older_key:
+                await etcd.delete(each.key)
+                own = hashlib.sha256(other.operation.encode()).hexdigest()[:32]
+                other = other.with_fields(key=own)
+            await etcd.put(keys.answer(other.key), other.to_bytes())
+        async with world.leading("m2") as leader:
+            again = await post(leader, "/v1/jobs", WANTED, "createJob")
+            assert again.status_code == 201
+            assert {**again.json(), "reason": "", "master": {}} == {**first, "reason": "", "master": {}}
+            refused = await post(leader, "/v1/jobs/waits/pause", None, "pauseJob")
+            problem = check_problem(refused, 409, "CONFLICT")
+            assert "pauseJob was carried out at" in problem["detail"]
+            assert leader.state.job("waits").standing is Standing.PAUSED
+            other = {**WANTED, "name": "other"}
+            answer = await post(leader, "/v1/jobs", other, "createJob")
+            assert answer.status_code == (201 if older_key else 422), "it is another request"
 
     run_virtually(main)
 

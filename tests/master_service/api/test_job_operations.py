@@ -11,6 +11,7 @@ from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.api.test_cluster_rest import SETTINGS, wanted
 from tests.master_service.many_jobs import Jobs
 from trireme_shared.protocol.records.cluster import Standing
+from trireme_shared.protocol.records.operations import Operation, OperationState
 
 SAVED = {**SETTINGS, "checkpoint_kind": "coordinated"}
 
@@ -102,6 +103,28 @@ def test_an_operation_outlives_its_leader() -> None:
             check_problem(await client.get("/v1/jobs/a/operations"), 404, "NOT_FOUND")
             kept = await client.get(f"/v1/jobs/a/operations/{cancelled['operation_id']}")
             assert kept.json()["state"] == "DONE"
+
+    run_virtually(main)
+
+
+def test_an_operation_that_another_version_has_carried_out_ends() -> None:
+    """It was RUNNING for ever, and whoever waited for it waited in vain."""
+
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading("m1") as leader, client_of(leader) as client:
+            await client.post("/v1/jobs", json=wanted("a"))
+            paused = (await client.post("/v1/jobs/a/pause")).json()
+        key = jobs.keys.operation("a", paused["operation_id"])
+        found = await jobs.etcd.get(key)
+        assert found is not None
+        running = Operation.from_bytes(found.value).with_fields(state=OperationState.RUNNING, end_time="")
+        await jobs.etcd.put(key, running.to_bytes())
+        async with jobs.leading("m2") as leader, client_of(leader) as client:
+            path = f"/v1/jobs/a/operations/{paused['operation_id']}"
+            done = (await client.get(path, params={"wait_s": 30})).json()
+            assert (done["state"], done["reason"]) == ("DONE", paused["reason"])
+            assert done["end_time"]
 
     run_virtually(main)
 

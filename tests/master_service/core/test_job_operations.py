@@ -67,6 +67,51 @@ def test_the_deletion_of_a_job_that_cannot_be_read_is_finished_by_the_next_leade
     assert cluster_jobs.due_for_deletion(state, WALL, None) == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "now", "ended"),
+    [
+        ("PAUSE", job_of("a", standing=Standing.PAUSED, wanted="pause"), (OperationState.DONE, "")),
+        ("PAUSE", job_of("a", wanted="run"), (OperationState.FAILED, "CONFLICT")),  # resumed after that
+        ("PAUSE", active("a", wanted="pause"), (OperationState.RUNNING, "")),
+        ("PAUSE", active("a", wanted="cancel"), (OperationState.FAILED, "CONFLICT")),
+        ("CANCEL", job_of("a", standing=Standing.CANCELLED, wanted="cancel"), (OperationState.DONE, "")),
+        ("CANCEL", None, (OperationState.FAILED, "CONFLICT")),
+        ("DELETE", None, (OperationState.DONE, "")),
+        ("DELETE", job_of("a", standing=Standing.COMPLETED), (OperationState.DONE, "")),  # of the next job
+        ("DELETE", job_of("a", standing=Standing.FAILED, wanted="delete"), (OperationState.RUNNING, "")),
+        ("DELETE", job_of("a", standing=Standing.UNREADABLE), (OperationState.RUNNING, "")),
+    ],
+)
+def test_what_a_leader_without_operations_has_carried_out_is_ended_by_the_next_one(kind, now, ended):
+    """It ran for ever, and a deletion took the next job of that name with it."""
+    state = state_of(*([now] if now is not None else []))
+    state.apply(PutJobOperation("a", asked(kind)), 0.0)
+    decided = job_operations.overtaken(state, STAMP)
+    for change in decided.changes:
+        state.apply(change, 0.0)
+    assert states(state) == {"op-1": ended}
+    assert not decided.answer
+
+
+def test_many_operations_are_ended_some_at_a_time():
+    state = state_of()
+    for number in range(AT_ONCE + 1):
+        state.apply(PutJobOperation(f"j{number}", asked("PAUSE", number)), 0.0)
+    first = job_operations.overtaken(state, STAMP)
+    for change in first.changes:
+        state.apply(change, 0.0)
+    assert (first.answer, len(first.changes)) == (True, AT_ONCE)
+    last = job_operations.overtaken(state, STAMP)
+    assert (last.answer, len(last.changes)) == (False, 1)
+
+
+def test_an_operation_does_not_delete_the_next_job_of_its_name():
+    """A leader without operations had finished it."""
+    state = state_of(job_of("a", standing=Standing.COMPLETED, end_time=STAMP))
+    state.apply(PutJobOperation("a", asked("DELETE")), 0.0)
+    assert cluster_jobs.due_for_deletion(state, WALL, None) == []
+
+
 def test_the_same_request_gets_the_operation_that_runs_and_another_one_ends_it():
     state = state_of(active("a"))
     assert begun(state, "PAUSE", 1, cluster_jobs.pause(state, "a")).running
