@@ -128,14 +128,29 @@ async def serve(
             trainer, f"{settings.tls.scheme}://{settings.advertised}:{port}", etcd, directory, client
         )
         master = await stack.enter_async_context(connect(context))
-        await directory.wait_for(lambda view: view.spec is not None, settings.spec_wait_s, "the job's spec")
-        spec = directory.spec
-        assert spec is not None
+        spec = await _spec_of(directory, settings.spec_wait_s, stopping)
+        if spec is None:
+            return 0
         if spec.dispatch is not dispatch:
             raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
         service.ready(context.url)  # what fails from here on is reported to the master
         await _keep_journal(settings, spec, trainer, master, stack, group, stopping)
         return await _train(settings, stopping, stack, context, spec, master, pages)
+
+
+async def _spec_of(directory: Directory, limit_s: float, stopping: asyncio.Event) -> JobSpec | None:
+    """None: it was asked to stop first. The job may be gone already, and then there never is one. Raises
+    DeadlineExceeded."""
+    there = directory.wait_for(lambda view: view.spec is not None, limit_s, "the job's spec")
+    waiting, asked = asyncio.ensure_future(there), asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait((waiting, asked), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            waiting.result()
+        return directory.spec
+    finally:
+        waiting.cancel()
+        asked.cancel()
 
 
 async def _keep_journal(

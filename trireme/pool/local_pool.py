@@ -76,6 +76,7 @@ class LocalPool(SupervisedProcesses[None]):
     passed_on = (
         *(*PASSED_ON, "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL"),
         *("TRIREME_LOG_BYTES", "TRIREME_LOGS_BYTES", "TRIREME_STORAGE_ALLOWED"),
+        *("TRIREME_MASTER_TTL_S", "TRIREME_AGENT_TTL_S"),
     )
 
     def __init__(

@@ -92,11 +92,12 @@ def explain_unled(state: ClusterState, job: ClusterJob, wall_time: float, last: 
 
 
 def failing_places(state: ClusterState, job: ClusterJob) -> Cause | None:
-    """Places of this job whose process ended again and again, or that vanished."""
+    """Places where a process of this job ended again and again. Other jobs may have them by now."""
+    start = (job.job, job.epoch)
     found = [
-        f"{kind} {member} on {place.host}: {place.trouble}"
+        f"{kind} {member} on {place.host}: {trouble}"
         for (kind, member), place in state.members.items()
-        if place.trouble and (place.running, place.epoch) == (job.job, job.epoch)
+        if (trouble := state.unfit.get((kind, member), {}).get(start))
     ]
     if not found:
         return None

@@ -133,7 +133,7 @@ class ClusterState:
     """`members`: as the watch tells, the newest registration of each place. `moved`: when (monotonic s) a
     place was assigned or unassigned last in this term. `gone_since`: when an assigned place was first seen
     without a member. `unfit`: for which (job, epoch) a place is of no use any more, because the process ended
-    there again and again, or ended well. `drains`: places that get no work, whether they have a member now or
+    there again and again (how, as a sentence), or ended well (""). `drains`: places that get no work, whether they have a member now or
     not. `task_runs`: by job, the pre- and post-tasks that were begun, and `tasks_written`: when (monotonic s)
     each was written last in this term. `operations`: by job and id, what users asked of whole jobs,
     of deleted ones too. `unreadable_schedules` begin no jobs: what can be read of them."""
@@ -150,7 +150,7 @@ class ClusterState:
     tasks_written: dict[str, dict[str, float]] = field(default_factory=dict)
     moved: dict[Place, float] = field(default_factory=dict)
     gone_since: dict[Place, float] = field(default_factory=dict)
-    unfit: dict[Place, frozenset[tuple[str, int]]] = field(default_factory=dict)
+    unfit: dict[Place, dict[tuple[str, int], str]] = field(default_factory=dict)
     events: EventLog = field(default_factory=EventLog)
     #: (job, kind) -> the places that train it, of `assignments`.
     _trains: dict[tuple[str, Kind], dict[Place, None]] = field(default_factory=dict, init=False, repr=False)
@@ -232,7 +232,7 @@ class ClusterState:
             and (member.ended or bool(member.trouble))
             and (member.running, member.epoch) == start
         )
-        return not spent and start not in self.unfit.get(place, frozenset())
+        return not spent and start not in self.unfit.get(place, {})
 
     def see(self, place: Place, member: PoolMember | None, now: float) -> None:
         """In place: the watch saw this registration, or (None) that there is none any more. `now`: monotonic,
@@ -249,8 +249,9 @@ class ClusterState:
         self.members[place] = member
         self.gone_since.pop(place, None)
         if member.running and not member.task and (member.trouble or member.ended):
-            still = {start for start in self.unfit.get(place, ()) if self._current(*start)}
-            self.unfit[place] = frozenset(still | {(member.running, member.epoch)})
+            known = self.unfit.get(place, {}).items()
+            still = {start: trouble for start, trouble in known if self._current(*start)}
+            self.unfit[place] = still | {(member.running, member.epoch): member.trouble}
 
     def apply(self, change: ClusterChange, now: float) -> None:
         """In place. `now`: monotonic, s."""

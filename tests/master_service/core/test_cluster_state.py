@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from master_service.core.explanation.explain import failing_places
 from master_service.core.state.cluster import DropAssignment, PutAssignment, PutJob
 from tests.master_service.core.cluster_jobs import active, give, member_of, state_of
 from trireme_shared.protocol.records.cluster import Assignment, Scheduling
@@ -38,8 +39,12 @@ def test_a_place_where_a_process_could_not_run_is_unfit_for_that_epoch_only():
     assert not state.fits(T0, state.jobs["a"])
     state.see(T0, member_of("trainer", "t0"), 2.0)
     assert not state.fits(T0, state.jobs["a"])
+    why = failing_places(state, state.jobs["a"])
+    assert why is not None, "explained also when the leader has taken the place from the job"
+    assert why.details[0].endswith("it ended with 1, five times")
     state.apply(PutJob(active("a", epoch=2)), 3.0)
     assert state.fits(T0, state.jobs["a"])
+    assert failing_places(state, state.jobs["a"]) is None
 
 
 def test_nothing_is_kept_of_a_place_without_member_and_assignment():

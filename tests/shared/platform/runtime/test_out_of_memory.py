@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trireme_shared.platform.runtime.out_of_memory import MOUNT, MemoryGroup, MemoryKills, in_words
+from tests.equipment.memory_groups import memory_group
+from trireme_shared.platform.runtime.out_of_memory import MemoryGroup, MemoryKills, in_words
 
 GIB = 1 << 30
 
@@ -99,33 +96,13 @@ def test_sizes_are_in_words() -> None:
 GREEDY = "kept = []\nwhile True: kept.append(bytearray(1 << 20))"
 
 
-@contextlib.contextmanager
-def small_group(limit: int) -> Iterator[tuple[MemoryGroup, Path]]:
-    """A control group of its own, and the file that takes processes into it. Skips where none can be made."""
-    version = 1 if (MOUNT / "memory" / "memory.oom_control").exists() else 2
-    folder = (MOUNT / "memory" if version == 1 else MOUNT) / f"trireme-{uuid.uuid4().hex[:12]}"
-    try:
-        folder.mkdir()
-        (folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(str(limit))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        yield MemoryGroup((folder,), version), folder / "cgroup.procs"
-    finally:
-        deadline = time.monotonic() + 10
-        while folder.exists() and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # the dead process is still being counted
-                folder.rmdir()
-            time.sleep(0.05)
-
-
 @pytest.mark.processes
 def test_the_kernels_own_kill_is_found() -> None:
-    with small_group(64 << 20) as (group, procs):
-        kills = MemoryKills(group)
-        enters = f"open({str(procs)!r}, 'w').write(str(__import__('os').getpid()))\n"
+    with memory_group(64 << 20) as small:
+        if small is None:
+            pytest.skip("no control group can be made here")
+        kills = MemoryKills(small.group)
+        enters = f"open({str(small.procs)!r}, 'w').write(str(__import__('os').getpid()))\n"
         ended = subprocess.run([sys.executable, "-c", enters + GREEDY], check=False, timeout=60)
         assert ended.returncode == -signal.SIGKILL
         told = kills.claim()
