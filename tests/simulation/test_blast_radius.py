@@ -133,7 +133,8 @@ MEMBERS = {
 
 
 def calm(mode: Mode, independent: bool) -> Plan:
-    """Nothing but the strike happens. Checkpoints are made, by each parameter server alone if `independent`."""
+    """Nothing but the strike happens. Checkpoints are made, by each parameter server alone if
+    `independent`."""
     plan = plan_of(2, mode).undisturbed()
     job = replace(plan.job, files=(16, 16, 12), task_records=4, minibatch=2, epochs=2, push_every=1)
     return replace(
