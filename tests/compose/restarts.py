@@ -42,7 +42,7 @@ def scenario(project: Project, engine: PrivateEngine, epochs: int, calm: str, ti
 def launched(project: Project, client: Client, timeline: Timeline) -> None:
     """The job gets one trainer more than compose has places for."""
     resize = client.create_resize(JOB, trainers=3)
-    done = client.wait_for_resize(JOB, resize.resize_id, timeout_s=JOB_S)
+    done = client.wait_for_resize(JOB, resize.operation_id, timeout_s=JOB_S)
     check(not done.error_code, f"the resize failed: {done.error_code} {done.reason}")
     until("the launched trainer to work", lambda: client.get_job(JOB).members.trainers == 3, NEXT_STEP_S)
     timeline.say(f"the launcher has started {', '.join(_launched(project))}")
