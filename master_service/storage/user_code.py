@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from master_service.core.queue.file_table import FileTable, TaskSizes
-from trireme_shared.platform.runtime import telemetry
+from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.out_of_memory import memory_kills
 from trireme_shared.platform.runtime.process_setup import die_with_parent
 from trireme_shared.platform.runtime.telemetry import hidden
@@ -81,7 +81,8 @@ async def count_apart(request: CountRequest, limit_s: float) -> FileTable:
         preexec_fn=die_with_parent(),
         limit=ANSWER_BYTES,
     )
-    memory_kills()  # later ones may be of this process
+    memory_kills().look()  # those until now are not of this process
+    since = clock.monotonic()
     printed = deque[str](maxlen=LAST_LINES)
     try:
         async with asyncio.TaskGroup() as group:
@@ -101,7 +102,7 @@ async def count_apart(request: CountRequest, limit_s: float) -> FileTable:
         _kill(process)
         code = await asyncio.shield(asyncio.ensure_future(process.wait()))
     if answer is None:
-        msg = f"{_name(request.dataset)}, which counts the records, {why or _ended(code)}"
+        msg = f"{_name(request.dataset)}, which counts the records, {why or _ended(code, since)}"
         raise DatasetError(
             msg,
             hint="count(url), or len() of the object, and the module that has it have to work in a process "
@@ -173,8 +174,8 @@ def _kill(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ended(code: int) -> str:
-    if code == -signal.SIGKILL and (cause := memory_kills().claim()):
+def _ended(code: int, since: float) -> str:
+    if code == -signal.SIGKILL and (cause := memory_kills().claim(since)):
         return f"ran {cause}"
     if code < 0:
         return f"ended its process with {signal.Signals(-code).name}"

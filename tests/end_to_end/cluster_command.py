@@ -31,15 +31,11 @@ def good(done: Done) -> Any:
 
 
 @contextmanager
-def up(
-    trireme: Command, *arguments: object, begun: Callable[[ForkedProcess], None] = lambda _: None
-) -> Iterator[ForkedProcess]:
-    """A cluster in the foreground; ended in order at the end, if it still runs. Its stderr goes to up.log.
-    `begun` gets its process before that has started others."""
+def up(trireme: Command, *arguments: object) -> Iterator[ForkedProcess]:
+    """A cluster in the foreground; ended in order at the end, if it still runs. Its stderr goes to up.log."""
     log = (trireme.folder / "up.log").open("w")
     with log, trireme.fork("up", *arguments, out=log, err=log) as process:
         try:
-            begun(process)
             told_in(trireme.folder / "up.log", "cluster at http://", process)
             yield process
             if process.poll() is None:

@@ -1,5 +1,5 @@
-"""A cluster of real processes with four good jobs that train all the while, and room for one job more, which is
-poisoned.
+"""A cluster of real processes with four good jobs that train all the while, and room for one job more, which
+is poisoned.
 
 unharmed(): the processes of the cluster and of the good jobs, and the leader's term, before a poison
     ── the poison ──► the same ones (another leader if the poison is the leader's death), and every good job
@@ -66,8 +66,9 @@ LEASE_S = 15.0
 
 @dataclass(frozen=True)
 class Standing:
-    """`masters`: pids by name. `agents`: pids of the host agent and of `up`. `term`: of the leader. `members`:
-    pids of a good job's members. `generations`: of its lists of members, and how often it was started."""
+    """`term`: of the leader. `masters`: pids by name. `agents`: pids of `up`, of etcd and of the host agent.
+    `members`: pids of each good job's members. `generations`: of its list of members, and how often it was
+    started."""
 
     leader: str
     term: int
@@ -82,8 +83,8 @@ class Standing:
 
 
 class Cluster:
-    """Use it as `async with`. `folder`: of the test. `epochs`: of each good job, so many that they train until the
-    last poison was given."""
+    """Use it as `async with`. `folder`: of the test. `epochs`: of each good job, so many that they train
+    until the last poison was given."""
 
     def __init__(self, folder: Path, epochs: int) -> None:
         self.folder, self.epochs = folder, epochs
@@ -291,7 +292,7 @@ class Cluster:
             words = command_line(process)
             if found := re.search(r"master_service \[(.*)\]", words):
                 masters[found[1]] = process.pid
-            elif "trireme.host" in words:
+            elif "trireme.host" in words or "etcd" in words:
                 agents.append(process.pid)
         jobs = {name: await self.trains(name) for name in GOOD}
         return Standing(

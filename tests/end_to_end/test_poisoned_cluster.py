@@ -1,8 +1,8 @@
-"""A cluster with five jobs, one of which is poisoned in many ways, one after the other: each poison ends as it
-should, and says why; the other four keep their processes, their leader and their bits, and finish.
+"""A cluster with five jobs, one of which is poisoned in many ways, one after the other: each poison ends as
+it should, and says why; the other four keep their processes, their leader and their bits, and finish.
 
-good jobs train ── POISONS[0] ─ deleted ── POISONS[1] ─ deleted ── ... ── good jobs COMPLETED, with the bits of
-                                                                          a job that was alone
+good jobs train ── POISONS[0] ─ deleted ── POISONS[1] ─ deleted ── ... ── good jobs COMPLETED, with the bits
+                                                                          of a job that was alone
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+from master_service.api.server_sent import Streams
 from tests.end_to_end.cluster_command import up
 from tests.end_to_end.command import Command
 from tests.end_to_end.local_cluster import EPOCHS as FEW_EPOCHS
@@ -40,7 +42,7 @@ from tests.end_to_end.test_deadly_records import SCRIPT as DEADLY_SCRIPT
 from tests.end_to_end.test_deadly_records import TASK
 from tests.equipment.command_lines import command_line
 from tests.equipment.forked import ForkedProcess
-from tests.equipment.memory_groups import memory_group
+from tests.equipment.memory_groups import SmallGroup, memory_group
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records.cluster import JobSchedule
@@ -51,7 +53,8 @@ from trireme_shared.protocol.times import rfc3339
 pytestmark = [pytest.mark.processes]
 Does = Callable[[Cluster, str], Awaitable[str]]
 MANY_EPOCHS = 50
-MEMORY = 3 << 29  # of a cluster in a control group of its own
+STREAMS = Streams().share
+MEMORY = 1 << 30  # of the members, in a control group of their own
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,12 @@ def script(told: str, *, attempts: int = 1, **parts: str) -> Does:
 
 
 def given_up(told: str, head: str) -> Does:
-    """The job's script ends its process before that is a trainer: the place is given up, and the job waits for
-    another one."""
+    """The job's script ends its process before that is a trainer: the place is given up, and the job waits
+    for another one."""
 
     async def does(cluster: Cluster, name: str) -> str:
         await cluster.submit(name, cluster.script(cluster.slow, 0.0, head=HEAD + head))
-        async with asyncio.timeout(180):
+        async with asyncio.timeout(300):
             while not (causes := await cluster.explained(name, "PROCESSES_FAIL")):
                 await asyncio.sleep(0.5)
         assert re.search(told, causes[0]), causes
@@ -207,7 +210,8 @@ async def prints(cluster: Cluster, name: str) -> str:
 
 
 async def edited(cluster: Cluster, name: str) -> str:
-    """Its script is a path, is edited there under way, and its trainer dies: the next one runs what is there."""
+    """Its script is a path, is edited there under way, and its trainer dies: the next one runs what is
+    there."""
     folder = cluster.folder / "edited"
     folder.mkdir()
     path = folder / "script.py"
@@ -364,7 +368,8 @@ async def calls_given_up(cluster: Cluster, name: str) -> str:
         verb = ("pause", "resume", "cancel", "checkpoints")[number % 4 if number > 50 else number % 2]
         path = f"/v1/jobs/{name}/{verb}"
         head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {facts.token}\r\n"
-        head += f"Idempotency-Key: {name}-{number}\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{{}}"
+        head += f"Idempotency-Key: {name}-{number}\r\nContent-Type: application/json\r\n"
+        head += "Content-Length: 2\r\n\r\n{}"
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(head.encode())
         await writer.drain()
@@ -374,6 +379,33 @@ async def calls_given_up(cluster: Cluster, name: str) -> str:
     job = await cluster.ended(name)
     assert job.standing == "CANCELLED"
     return f"{job.standing}: {job.reason}"
+
+
+async def viewers(cluster: Cluster, name: str) -> str:
+    """More streams of its events than one token may hold: others still get theirs."""
+    await cluster.submit(name, cluster.script(cluster.slow, 0.3), epochs=1000)
+    await cluster.trains(name)
+    facts = cluster.facts
+    host, port = facts.url.removeprefix("http://").split(":")
+    reading = (facts.folder / "tokens" / "viewer").read_text().strip()
+    opened: list[asyncio.StreamWriter] = []
+
+    async def status(token: str) -> str:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        opened.append(writer)
+        head = f"GET /v1/jobs/{name}/events/stream HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        writer.write(f"{head}Authorization: Bearer {token}\r\n\r\n".encode())
+        async with asyncio.timeout(60):
+            return (await reader.readline()).split()[1].decode()
+
+    try:
+        answers = Counter([await status(reading) for _ in range(STREAMS + 40)])
+        assert answers == {"200": STREAMS, "429": 40}
+        assert await status(facts.token) == "200"
+    finally:
+        for writer in opened:
+            writer.close()
+    return f"of {answers.total()} streams for one token {answers['429']} are refused"
 
 
 # ---------------------------------------------------------------- what somebody does to its keys and files
@@ -473,7 +505,7 @@ POISONS = (
     Poison("script-is-wrong", script("SyntaxError", model="def model(:\n")),
     Poison("script-dies", given_up("the last time with exit code 3", "import os\nos._exit(3)\n")),
     Poison("loss-is-short-of-memory", script("MemoryError", loss=BEYOND_ITS_LIMIT)),
-    Poison("out-of-memory", given_up(r"out of memory \(limit 1.5 GiB, 1.5 GiB used\)", OUT_OF_MEMORY)),
+    Poison("out-of-memory", given_up(r"out of memory \(limit 1 GiB, 1 GiB used\)", OUT_OF_MEMORY)),
     Poison("leaves", leaves),
     Poison("prints", prints),
     Poison("edited", edited),
@@ -484,6 +516,7 @@ POISONS = (
     Poison("large-specs", large_specs),
     Poison("large-schedule", large_schedule_that_is_due, leader_dies=True),
     Poison("calls-given-up", calls_given_up),
+    Poison("viewers", viewers),
     Poison("unreadable", unreadable, leader_dies=True),
     Poison("unknown-field", unknown_field, leader_dies=True),
     Poison("without-timer", without_timer, leader_dies=True),
@@ -517,17 +550,20 @@ async def give(folder: Path, poisons: Iterable[Poison], epochs: int) -> dict[str
         return await cluster.finish()
 
 
+def enter(group: SmallGroup, up: ForkedProcess) -> None:
+    """The host agent, and what it will start."""
+    agents = [child for child in psutil.Process(up.pid).children() if "trireme.host" in command_line(child)]
+    for process in (*agents, *(child for agent in agents for child in agent.children(recursive=True))):
+        group.procs.write_text(str(process.pid))
+
+
 def check(trireme: Command, poisons: Iterable[Poison], epochs: int, alone: dict[str, torch.Tensor]) -> None:
-    with memory_group(MEMORY) as group:
-
-        def begun(process: ForkedProcess) -> None:
-            if group is not None:
-                group.procs.write_text(str(process.pid))
-
+    trireme.environment |= ENVIRONMENT
+    with memory_group(MEMORY) as group, up(trireme, *PLACES) as process:
+        if group is not None:
+            enter(group, process)
         given = [each for each in poisons if group is not None or each.name != "out-of-memory"]
-        trireme.environment |= ENVIRONMENT
-        with up(trireme, *PLACES, begun=begun):
-            found = asyncio.run(give(trireme.folder, given, epochs))
+        found = asyncio.run(give(trireme.folder, given, epochs))
     wrong = [name for name, parameters in found.items() if not same_bits(parameters, alone)]
     assert not wrong
 

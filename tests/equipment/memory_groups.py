@@ -1,4 +1,4 @@
-"""A control group of its own, with a small limit of memory: the kernel kills a process there that takes more."""
+"""A control group with a small limit of memory: the kernel kills a process there that takes more."""
 
 from __future__ import annotations
 

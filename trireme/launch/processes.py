@@ -395,7 +395,7 @@ class Child:
     async def start(self) -> None:
         """Start the process; its output is appended to `log`."""
         assert not self.alive, f"{self!r} is started twice"
-        memory_kills()  # later ones are of children
+        memory_kills().look()  # those until now are not of this process
         self._killed_here = False
         last_end = {begun.LAST_END: str(self._last_end)} if self._last_end is not None else {}
         with self._open_log() as out:
@@ -410,10 +410,11 @@ class Child:
     async def wait(self) -> Exit:
         """Wait for the end of the current process."""
         assert self.process is not None, f"{self!r} was never started"
-        process, code = self.process, await self.process.wait()
+        with memory_kills().watched():
+            process, code = self.process, await self.process.wait()
         if self._last_end is None or self._ended is not process:
             killed = code == -signal.SIGKILL and not self._killed_here
-            cause = memory_kills().claim() if killed else ""
+            cause = memory_kills().claim(self._since) if killed else ""
             self._last_end = Exit(process.pid, code, clock.monotonic() - self._since, cause)
             self._ended = process
         return self._last_end

@@ -133,10 +133,11 @@ class ClusterState:
     """`members`: as the watch tells, the newest registration of each place. `moved`: when (monotonic s) a
     place was assigned or unassigned last in this term. `gone_since`: when an assigned place was first seen
     without a member. `unfit`: for which (job, epoch) a place is of no use any more, because the process ended
-    there again and again (how, as a sentence), or ended well (""). `drains`: places that get no work, whether they have a member now or
-    not. `task_runs`: by job, the pre- and post-tasks that were begun, and `tasks_written`: when (monotonic s)
-    each was written last in this term. `operations`: by job and id, what users asked of whole jobs,
-    of deleted ones too. `unreadable_schedules` begin no jobs: what can be read of them."""
+    there again and again (how, as a sentence), or ended well (""). `drains`: places that get no work, whether
+    they have a member now or not. `task_runs`: by job, the pre- and post-tasks that were begun, and
+    `tasks_written`: when (monotonic s) each was written last in this term. `operations`: by job and id, what
+    users asked of whole jobs, of deleted ones too. `unreadable_schedules` begin no jobs: what can be read of
+    them."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     schedules: dict[str, JobSchedule] = field(default_factory=dict)

@@ -3,23 +3,30 @@ killed by hand, too.
 
 /proc/self/cgroup ─► the control group of this process and its children
     version 2: memory.events      version 1: memory.oom_control     ─► oom_kill: how many it has killed there
-a child has ended with SIGKILL, and there is one more than before
+a child has ended with SIGKILL, and a moment ago there was one more than before
     ─► "out of memory (limit 4 GiB, 3.9 GiB used)"
 
-A process outside of all groups reads the whole machine's number (/proc/vmstat).
+A process outside of all groups reads the whole machine's number (/proc/vmstat). Others have children in the
+group, too: a kill that was seen FRESH_S ago, or before the child was started, was one of theirs.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from trireme_shared.platform.runtime import clock
+
 OWN = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 MACHINE = Path("/proc/vmstat")
+FRESH_S = 30.0  # the kernel needs a while to take a large process apart
+LOOK_S = 5.0
 NO_LIMIT = 1 << 60  # version 1 shows the largest number of pages
 
 
@@ -66,22 +73,53 @@ class MemoryGroup:
 
 
 class MemoryKills:
-    """Those of children of this process. `claim` one when a child has ended with SIGKILL that nobody here has
-    sent."""
+    """Those of children of this process. `look` whenever one is started, and wait for its end while they are
+    `watched`; `claim` one when it has ended with SIGKILL that nobody here has sent."""
 
     def __init__(self, group: MemoryGroup | None = None) -> None:
         self._group = group or MemoryGroup.own()
-        self._claimed = self._group.kills
+        self._known, self._looked = self._group.kills, clock.monotonic()
+        self._seen = deque[float]()  # when; of those that nobody has claimed
 
     def __repr__(self) -> str:
-        return f"<MemoryKills: {self._claimed} in {self._group.folders[:1]}>"
+        return f"<MemoryKills: {self._known} in {self._group.folders[:1]}, {len(self._seen)} of them lately>"
 
-    def claim(self) -> str:
-        """`out of memory (limit 4 GiB, 3.9 GiB used)`; "": the kernel has killed nobody since the last
-        claim."""
-        if self._group.kills <= self._claimed:
+    def look(self, least_s: float = 0.0) -> None:
+        """Nothing is done less than `least_s` after the look before."""
+        now = clock.monotonic()
+        if now - self._looked < least_s:
+            return
+        known = self._group.kills
+        self._seen.extend([now] * (known - self._known))
+        self._known, self._looked = known, now
+        while self._seen and now - self._seen[0] > FRESH_S:
+            self._seen.popleft()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While a child is waited for, kills are seen when they happen."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            self.look(LOOK_S / 2)
+            timer = loop.call_later(LOOK_S, look)
+
+        timer = loop.call_later(LOOK_S, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def claim(self, since: float = 0.0) -> str:
+        """`since`: when (monotonic s) the child was started. `out of memory (limit 4 GiB, 3.9 GiB used)`; "":
+        the kernel has killed nobody lately, or others have claimed those that it has."""
+        self.look()
+        found = next((seen for seen in self._seen if seen >= since), None)
+        if found is None:
             return ""
-        self._claimed += 1
+        self._seen.remove(found)
         around = str(self._group)
         return f"out of memory ({around})" if around else "out of memory"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.equipment.memory_groups import memory_group
+from tests.equipment.virtual_loop import run_virtually
+from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.out_of_memory import MemoryGroup, MemoryKills, in_words
 
 GIB = 1 << 30
@@ -52,6 +55,30 @@ def test_a_kill_is_told_with_the_narrowest_limit_around(tmp_path: Path) -> None:
         "out of memory (limit 4 GiB, 3.9 GiB used)",
         "",
     ], "as many deaths as kills"
+
+
+def test_kills_of_others_are_not_taken_for_those_of_ones_own_children(tmp_path: Path) -> None:
+    """A launcher took those in its host agents for those of its masters, which it then gave up when they were
+    killed by hand."""
+
+    async def main() -> None:
+        folder = version_2(tmp_path, "/", 0)
+        kills = MemoryKills(MemoryGroup((folder,)))
+        version_2(tmp_path, "/", 5)  # of other processes
+        with kills.watched():
+            await asyncio.sleep(40)
+        assert kills.claim() == "", "they were long ago"
+        version_2(tmp_path, "/", 6)
+        kills.look()
+        await asyncio.sleep(1)
+        started = clock.monotonic()
+        assert kills.claim(started) == "", "that was before the child was started"
+        await asyncio.sleep(1)
+        version_2(tmp_path, "/", 7)
+        assert kills.claim(started) == "out of memory"
+        assert kills.claim(started) == ""
+
+    run_virtually(main)
 
 
 def test_version_1_of_control_groups_says_it_too(tmp_path: Path) -> None:
