@@ -16,7 +16,7 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.errors import Conflict, NotFound, NotLeader
+from trireme_shared.protocol.errors import Conflict, DatasetError, NotFound, NotLeader
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.cluster import JobSchedule, Source, Standing
 from trireme_shared.protocol.times import instant
@@ -268,6 +268,25 @@ def test_a_job_with_independent_checkpoints_that_is_paused_before_its_first_one_
 
             await until(starts_anew, "the job to start anew")
             assert leader.state.job("a").standing is Standing.ACTIVE
+
+    run_virtually(main)
+
+
+def test_what_the_users_code_has_printed_last_is_in_the_failure_of_its_job() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        jobs.storage.error = DatasetError("mine:reader ended its process", output="counting a\nenough")
+        async with jobs.leading() as leader, jobs.pool(2, 1):
+            await leader.create_job(job_of("a"), None)
+            await until(lambda: leader.state.job("a").standing is Standing.FAILED, "it to fail")
+            failure = (await leader.state_of("a")).failure
+        assert failure is not None
+        assert (failure.error_type, failure.message, failure.traceback, failure.task) == (
+            "DatasetError",
+            "mine:reader ended its process",
+            "counting a\nenough",
+            "counting the dataset's records",
+        )
 
     run_virtually(main)
 

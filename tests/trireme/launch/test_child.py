@@ -12,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trireme.launch import processes
 from trireme.launch.processes import Child, Exit, tail_of
 from trireme_shared.platform.membership.local_script import ScriptChanged
 from trireme_shared.platform.runtime import begun
+from trireme_shared.platform.runtime.out_of_memory import MemoryGroup, MemoryKills
 from trireme_shared.platform.runtime.service import EXIT_CODES
 
 pytestmark = pytest.mark.processes
@@ -41,6 +43,22 @@ async def test_a_killed_child_tells_the_signal(tmp_path):
     child.send(signal.SIGKILL)
     assert str(await child.wait()) == "SIGKILL"
     assert not child.alive
+
+
+async def test_a_child_that_the_kernel_kills_for_lack_of_memory_tells_it_and_no_other_kill_is_taken_for_it(
+    tmp_path, monkeypatch
+):
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 0\n")
+    kills = MemoryKills(MemoryGroup((tmp_path,)))
+    monkeypatch.setattr(processes, "memory_kills", lambda: kills)
+    child, told = child_of(tmp_path, "import time; time.sleep(60)"), []
+    for oom_kills, kill in ((1, os.kill), (1, os.kill), (2, lambda _, number: child.send(number))):
+        await child.start()
+        events.write_text(f"oom_kill {oom_kills}\n")
+        kill(child.pid, signal.SIGKILL)
+        told.append(str(await child.wait()))
+    assert told == ["out of memory", "SIGKILL", "SIGKILL"]
 
 
 async def test_the_next_life_learns_how_the_one_before_it_ended_and_what_it_had_begun(tmp_path):

@@ -4,10 +4,14 @@ cannot go on without one."""
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.equipment.waiting import until
+from trireme.launch import bounded_logs, supervision
+from trireme.launch.bounded_logs import keep_bounded
 from trireme.launch.processes import Child, ClusterError, Exit, RestartPolicy, spawn
 from trireme.launch.supervision import ClusterSettings, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
@@ -97,3 +101,14 @@ async def test_a_child_that_leaves_while_it_waits_to_be_started_again_is_not_sta
         processes.left.add("trainer-0")
         await asyncio.sleep(2 * DELAY_S)
         assert processes.seen("restarted") == []
+
+
+async def test_the_logs_of_a_run_are_kept_in_bounds(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded_logs, "LOOK_S", 0.01)
+    monkeypatch.setattr(supervision, "keep_bounded", partial(keep_bounded, log_bytes=100))
+    async with Processes(tmp_path, "this", RestartPolicy("never")) as processes:
+        await processes.until("given_up")
+        log = tmp_path / "logs" / "trainer-0.log"
+        log.write_bytes(b"x" * 200)
+        await until(lambda: log.stat().st_size == 0, "it to begin again")
+        assert (tmp_path / "logs" / "trainer-0.log.1").stat().st_size == 200

@@ -120,6 +120,17 @@ async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(
     assert logs == {f"h-{name}-1.log" for name in ("pserver-0", "trainer-0", "trainer-1")}
 
 
+async def test_the_logs_of_its_children_are_kept_in_bounds(host, tmp_path):
+    host.environment["TRIREME_LOG_BYTES"] = str(1 << 16)
+    await host.start()
+    await host.registered()
+    log = tmp_path / "host" / "logs" / "long" / "h-trainer-0-1.log"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"x" * (1 << 17))
+    await until(lambda: log.stat().st_size == 0, "it to begin again", 30)
+    assert log.with_name(f"{log.name}.1").stat().st_size == 1 << 17
+
+
 async def test_killing_the_agent_kills_its_children_and_the_next_one_does_not_wait_for_its_lease(
     host, etcd, embedded_etcd, mark, tmp_path
 ):

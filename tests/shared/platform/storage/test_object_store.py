@@ -123,6 +123,19 @@ def test_a_marker_that_is_refused_leaves_nothing_for_the_garbage_collector_to_fi
     assert (s3.objects(), s3.uploads()) == ([], [])
 
 
+def test_an_upload_is_marked_before_it_begins(s3: S3Server):
+    """A writer may be killed at any moment, and MinIO lists uploads by the names of their objects alone."""
+    marked = []
+
+    def look(environ):
+        if environ["REQUEST_METHOD"] == "POST" and "uploads" in environ["QUERY_STRING"]:
+            marked.append([object_store.marked_by(key) for key in s3.objects()])
+
+    s3.before = look
+    write_parts(files.join(s3.url, "job", "part"), 1)
+    assert marked == [["job/part"]]
+
+
 def test_a_marker_that_cannot_be_deleted_does_not_harm_the_object(s3: S3Server):
     s3.before = on("DELETE", "", "403 Forbidden", "AccessDenied")
     write_parts(files.join(s3.url, "job", "part"), 1)
