@@ -270,7 +270,8 @@ class Cluster:
         try:
             async with asyncio.timeout(LIMIT_S):
                 while not holds(job := await self.job(name)):
-                    assert job["phase"] not in ("FAILED", "COMPLETED"), job
+                    ended = ("FAILED",) if holds is _is_over else ("FAILED", "COMPLETED")
+                    assert job["phase"] not in ended, job
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise AssertionError(f"waited {LIMIT_S:g} s for {name}: {job}{self.logs()}") from None
