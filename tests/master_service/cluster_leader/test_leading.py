@@ -331,8 +331,10 @@ def test_a_request_that_its_caller_gives_up_in_mid_transaction_leaves_the_term_a
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await create("unanswered")
+            next_one = asyncio.ensure_future(create("b"))  # while that write is under way
+            await asyncio.sleep(0.01)
             jobs.simulated.thaw()
-            await leader.create_job(job_of("b"), None)
+            await next_one
             assert leader.term is term
             assert {"unanswered", "b"} <= set(leader.state.jobs)
             assert await jobs.job("unanswered") is not None

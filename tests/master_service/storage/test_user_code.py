@@ -55,7 +55,11 @@ CUSTOM, MAP = Custom("a", "b", reader="mine:reader"), MapStyle("mine:Points")
 async def test_records_are_counted_and_nothing_of_the_user_is_imported_here(
     tmp_path: Path, dataset: Dataset
 ) -> None:
-    table = await storage_in(tmp_path, dataset).count(dataset, 2)
+    ran = tmp_path / "ran"
+    notes = f"open({str(ran)!r}, 'a').write(str(os.getpid()) + ' ')"
+    table = await storage_in(tmp_path, dataset, at_import=notes, in_count=notes).count(dataset, 2)
+    assert len(places := set(ran.read_text().split())) == 1
+    assert str(os.getpid()) not in places
     assert [file.records for file in table.files] == [3] * len(dataset.urls)
     assert [path.name for path in (tmp_path / "s").iterdir()] == [f"dataset-{table.digest}.json"]
 

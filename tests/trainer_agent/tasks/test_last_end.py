@@ -45,6 +45,7 @@ def left(*works: BegunWork, hung: bool = False) -> begun.Left:
     ("end", "hung", "how"),
     [
         ("SIGKILL", False, "was killed by SIGKILL (out of memory?)"),
+        ("out of memory (limit 4 GiB)", False, "ran out of memory (limit 4 GiB)"),
         ("SIGSEGV", False, "crashed with SIGSEGV"),
         ("exit code 3", False, "ended with exit code 3"),
         ("", False, "ended"),
