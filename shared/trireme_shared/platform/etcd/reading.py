@@ -17,7 +17,7 @@ from trireme_shared.platform.etcd.errors import Compacted
 from trireme_shared.platform.etcd.operations import KeyValue, Put
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.protocol.errors import NotFound, NotReady, StateUnreadable
-from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.record import Record, misfits
 from trireme_shared.protocol.records.state_schema import StateSchema
 
 SHOWN_BYTES = 100
@@ -36,7 +36,7 @@ def read_record(kind: type[T], key: str, value: bytes | None) -> T | None:
     try:
         return kind.from_bytes(value)
     except ValidationError as error:
-        log.warning("value_unreadable", key=key, bytes=len(value), cause=str(error))
+        log.warning("value_unreadable", key=key, bytes=len(value), cause=misfits(error))
         return None
 
 
@@ -63,7 +63,8 @@ def understood(key: str, value: bytes) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, NotFound) as error:
-        msg = f"{key} in etcd cannot be understood: {value[:SHOWN_BYTES]!r}: {error}"
+        cause = misfits(error) if isinstance(error, ValidationError) else error
+        msg = f"{key} in etcd cannot be understood: {value[:SHOWN_BYTES]!r}: {cause}"
         hint = (
             "was it written by another version of Trireme, or by hand? Put its old value back, or "
             "start a new job"

@@ -7,12 +7,13 @@ import json
 from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from trireme_shared.protocol.urls import Url
 
 MESSAGE_CHARACTERS = 4000
 TRACEBACK_CHARACTERS = 16_000
+MISFITS = 5  # that are told
 
 
 class Record(BaseModel):
@@ -60,6 +61,15 @@ def _with_unknown(document: Any, value: Any) -> Any:
         return document
     known = {name: _with_unknown(document[name], getattr(value, name)) for name in type(value).model_fields}
     return known | (value.model_extra or {})
+
+
+def misfits(error: ValidationError) -> str:
+    """What does not fit a record, for people: the first fields by name, without what was in them."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    told = "; ".join(
+        ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"]))) for item in found[:MISFITS]
+    )
+    return told if len(found) <= MISFITS else f"{told}; and {len(found) - MISFITS} more"
 
 
 def shortened(text: str, limit: int) -> str:

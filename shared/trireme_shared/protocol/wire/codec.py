@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from trireme_shared.protocol.errors import BadFrame, TooLarge
 from trireme_shared.protocol.records import Record
+from trireme_shared.protocol.records.record import misfits
 
 CONTENT_TYPE = "application/msgpack"
 Fields = dict[str, Any]
@@ -136,8 +137,7 @@ def read(kind: type[AnyRecord], fields: Fields) -> AnyRecord:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
-        msg = f"not a {kind.__name__}: {wrong}"
+        msg = f"not a {kind.__name__}: {misfits(error)}"
         raise BadFrame(msg) from error
 
 
