@@ -189,6 +189,10 @@ class Table:
         any order, also twice. `version` is the newest one or, while `before` is there, the one before."""
         wanted = self.version if version is None else version
         cells, rows = self._cells, self._rows
+        if (
+            not ids.flags.writeable
+        ):  # of a received payload: the loop would be compiled once more for such ids
+            ids = ids.copy()
         row_loops.lookup(
             cells.addresses,
             cells.capacities,

@@ -52,6 +52,32 @@ def test_all_loops_that_tables_call_are_there_after_the_first_use():
     assert told.stdout == "[]\n", told.stderr
 
 
+READ_ONLY = """
+import numpy as np
+from trireme_shared.tables.first_use import DIM, IDS, SLOTS, _spec, compile_loops
+from trireme_shared.tables.kernels import cells, rows
+from trireme_shared.tables.table import Table
+
+compile_loops()
+named = {**vars(cells), **vars(rows)}
+loops = {name: loop for name, loop in named.items() if hasattr(loop, "stats")}
+before = {name: len(loop.signatures) for name, loop in loops.items()}
+ids = np.frombuffer(np.arange(IDS).tobytes(), np.int64)
+Table(_spec({}), SLOTS).lookup(ids, np.empty((IDS, DIM), np.float32))
+print([name for name, loop in loops.items() if len(loop.signatures) != before[name]])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_ids_of_a_payload_that_cannot_be_written_have_no_loops_of_their_own():
+    """The first lookup of such ids kept the interpreter for as long as compiling took: a lease was over."""
+    told = subprocess.run(
+        [sys.executable, "-c", READ_ONLY], cwd=TABLES.parents[2], capture_output=True, text=True, timeout=200
+    )
+    assert told.stdout == "[]\n", told.stderr or told.stdout
+
+
 def test_what_was_compiled_from_other_sources_is_not_used(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text(LOOP)
