@@ -55,7 +55,7 @@ class Hanging:
 
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
-    with replaced(follower, "FIRST_PAUSE_S", 0.02), replaced(follower, "LATE_S", 0.05):
+    with replaced(follower, "FIRST_PAUSE_S", 0.02), replaced(follower, "LATE_S", 2.0):
         yield
 
 
