@@ -34,7 +34,7 @@ async def start(*args: str, **environment: str) -> asyncio.subprocess.Process:
 
 
 async def ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(80):
         out, err = await process.communicate()
     return process.returncode, (out + err).decode()
 
@@ -64,7 +64,7 @@ async def test_a_pserver_claims_its_index_serves_and_gives_it_back(
         try:
             await etcd.put(KEYS.spec, SPEC.to_bytes())
             await etcd.put(KEYS.pservers_desired, b"1")
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(80):
                 while (found := await etcd.get(KEYS.pserver(0))) is None:
                     assert process.returncode is None, (await ended(process))[1]
                     await asyncio.sleep(0.05)

@@ -1,4 +1,5 @@
-"""docker/entrypoint.sh: where a service of a container listens, by which address others reach it, its name."""
+"""docker/entrypoint.sh: where a service of a container listens, by which address others reach it, its
+name."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ async def test_a_trainer_killed_in_a_push_leaves_whole_blocks_and_no_memory_behi
         TOKEN,
     )
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while versions(server) != [1, 1, 0, 0]:
                 await asyncio.sleep(0.02)
         (name,) = {line.split("memfd:")[1] for line in mappings(child.pid) if "memfd:trireme-" in line}
