@@ -230,13 +230,18 @@ async def test_without_a_leader_it_says_so_and_asks_the_given_address_again(
     leader, masters.leader = masters.leader, "http://127.0.0.1:9"
     names = launched(docker)
     masters.needed["trainer"] = 2
+    said = ""
+
+    def says_so() -> bool:
+        nonlocal said
+        said += "".join(capsys.readouterr())
+        return "no_leader" in said
+
     async with running(settings):
-        await asyncio.sleep(0.5)
+        await until(says_so, "it to say that nobody leads")
         assert not names()
         masters.leader = leader
         await until(names, "one that the new leader asks for")
-    output = capsys.readouterr()
-    assert "no_leader" in output.out + output.err
 
 
 def test_without_a_url_it_names_the_variable(
