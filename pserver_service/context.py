@@ -185,12 +185,14 @@ class OwnIndex(OwnKey[PserverMember]):
         if not mine and seen.revision >= self._created:
             self.look()
 
+    @property
+    def is_wanted(self) -> bool:
+        desired = self._directory.pservers_desired
+        return desired is None or self.record.index < desired
+
     async def unwanted(self) -> None:
-        """Returns when the job does not want this index any more: it was started again with fewer parameter
-        servers, after this one had claimed its index. A lower index may be free."""
-        while True:
-            revision, desired = self._directory.revision, self._directory.pservers_desired
-            if desired is not None and self.record.index >= desired:
-                log.warning("index_not_wanted", index=self.record.index, desired=desired)
-                return
-            await self._directory.changed(revision, LOOK_S)
+        """Returns when the job does not want this index any more: it has fewer parameter servers now, or was
+        started again with fewer after this one had claimed its index. A lower index may be free."""
+        while self.is_wanted:
+            await self._directory.changed(self._directory.revision, LOOK_S)
+        log.warning("index_not_wanted", index=self.record.index, desired=self._directory.pservers_desired)

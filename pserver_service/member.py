@@ -7,7 +7,8 @@ stopping -> draining in ps/<index> -> the master asks for a checkpoint -> it is 
 
 It serves meanwhile. When another process has claimed the index, the job goes back to that checkpoint: few
 steps are done again, with the same bits. If nobody would make a checkpoint (nobody trains, no master), it
-leaves at once.
+leaves at once. One that is not wanted any more, because a resize has moved its slots to others, asks for no
+checkpoint, and finishes the parts of those that were begun before.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Member:
         `run`."""
         async with LongLivedGroup() as group:
             running, following = (
-                group.create_task(self.run(claim_wait_s)),
+                group.create_task(self.run(claim_wait_s, drain_seconds)),
                 group.create_task(self._directory.run()),
             )
             asked = group.create_task(stopping.wait())
@@ -73,9 +74,10 @@ class Member:
         await self._own_index.release(asked=True)
         return True
 
-    async def run(self, claim_wait_s: float) -> None:
-        """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded: none was free for
-        `claim_wait_s`."""
+    async def run(self, claim_wait_s: float, drain_seconds: float) -> None:
+        """Returns when the index is lost, or is not wanted any more and the parts of checkpoints that were
+        begun before are finished, for which this process stays at most `drain_seconds`. Raises
+        DeadlineExceeded: none was free for `claim_wait_s`."""
         index = await self._own_index.claim_index(claim_wait_s)
         self._pserver.claimed(index, self._directory, self._own_index, self.start_rows, self.follower)
         self._directory.observers += [self.follower.follow, self._own_index.follow]
@@ -91,18 +93,27 @@ class Member:
             }
             keep = Containment(UNUSABLE).keep
             tasks += [group.create_task(keep(run, what)) for what, run in contained.items()]
-            holding, unwanted = (
-                group.create_task(wait()) for wait in (self._own_index.hold, self._own_index.unwanted)
-            )
+            holding = group.create_task(self._own_index.hold())
+            unwanted = group.create_task(self._unwanted(drain_seconds))
             await asyncio.wait((holding, unwanted), return_when=asyncio.FIRST_COMPLETED)
             if unwanted.done():
                 await self._own_index.release(asked=True)
             for task in (*tasks, holding, unwanted):
                 task.cancel()
 
+    async def _unwanted(self, drain_seconds: float) -> None:
+        """Returns when the job does not want this index any more, and the parts that were begun are finished:
+        nobody else has the versions from before the slots moved away, and training may wait for one that is
+        evaluated. A resize may want the index again meanwhile."""
+        while True:
+            await self._own_index.unwanted()
+            await self.drain.run(drain_seconds, asks=False)
+            if not self._own_index.is_wanted:
+                return
+
 
 class Drain:
-    """Saves the parameters of a process that was asked to stop."""
+    """Saves the parameters of a process that was asked to stop, or that is not wanted any more."""
 
     def __init__(self, context: PserverContext, checkpointer: Checkpointer) -> None:
         self._directory, self._pserver, self._own_index = (
@@ -112,13 +123,14 @@ class Drain:
         )
         self._checkpointer = checkpointer
 
-    async def run(self, limit_s: float) -> None:
-        """Returns when there is nothing left to save, or after `limit_s`."""
+    async def run(self, limit_s: float, *, asks: bool = True) -> None:
+        """Returns when there is nothing left to save, or after `limit_s`. `asks`: also for a checkpoint of
+        what the process has now; else it finishes those that are begun."""
         begin = clock.monotonic()
         doing = "a checkpoint of this step or a later one"
         try:
             async with asyncio.timeout(limit_s):
-                if self._could_be_saved():
+                if asks and self._could_be_saved():
                     await self._be_saved()
                 doing = "its last checkpoint to be written and committed"
                 while self._checkpointer.busy:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import socket
 import threading
+import warnings
 
 import pytest
 
@@ -89,6 +91,25 @@ def test_a_killed_process_runs_no_cleanup():
         await asyncio.gather(*process.tasks)
 
     simulate(main())
+
+
+def test_a_process_that_dies_in_the_moment_of_its_start_leaves_nothing_behind():
+    began = []
+
+    async def work():
+        began.append(True)
+
+    async def main():
+        process = Process("short-lived")
+        process.spawn(work())
+        process.kill()
+        await asyncio.sleep(1)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        simulate(main())
+        gc.collect()
+    assert (began, [str(warning.message) for warning in told]) == ([], [])
 
 
 def test_a_frozen_process_misses_time_and_then_goes_on():

@@ -17,6 +17,7 @@ import contextlib
 import contextvars
 import gc
 import heapq
+import inspect
 import random
 import selectors
 import socket
@@ -351,3 +352,7 @@ async def _unwound() -> None:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=1.0)
+    for task in asyncio.all_tasks():  # a process that died in the moment of its start has run nothing
+        work = task.get_coro()
+        if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+            work.close()

@@ -169,7 +169,9 @@ def check_complete(cluster: SimulatedCluster, share: CheckedShare) -> None:
             share.fail(f"{share.trainer} and {other.trainer} have different bits of version {store.has}")
 
 
-def storage_s_of(plan: Plan, trainer: str) -> float:
+def storage_s_of(plan: Plan, trainer: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    """How long the storage keeps the trainer waiting with this work."""
+    del work, arguments
     return random.Random(f"storage-{plan.seed}-{trainer}").choice(STORAGE_S)
 
 
@@ -178,12 +180,11 @@ def ports_of(cluster: SimulatedCluster, node: Node, name: str) -> CollectivePort
     if cluster.plan.strategy is not Strategy.COLLECTIVE:
         return None
     node.share = CheckedShare(cluster, name)
-    storage_s = storage_s_of(cluster.plan, name)
 
     async def background(work: Callable[..., Any], *arguments: Any) -> Any:
         """A thread, that of a slow storage."""
-        if storage_s:
-            await asyncio.sleep(storage_s)
+        if seconds := storage_s_of(cluster.plan, name, work, arguments):
+            await asyncio.sleep(seconds)
         return work(*arguments)
 
     return CollectivePorts(

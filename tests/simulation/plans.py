@@ -18,6 +18,8 @@ from trireme_shared.protocol.records.job_choices import Transported
 from trireme_shared.protocol.records.operations import ResizePhase
 
 SLOWEST_STORAGE_S = 6.0  # of a trainer of a collective job
+SLOWNESS = (1.0, 1.0, 3.0)  # of trainers: one of them is drawn for each
+EQUALLY_FAST = (1.0,)
 
 
 class FaultKind(StrEnum):
@@ -182,10 +184,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch. `varied`:
-    settings of a collective job were drawn, too; `failing`: see collective_failures.py; `restored`: see
-    restores.py. `storage_s`: how long work on the storage waits at parameter servers, so that training goes
-    on before a checkpoint's part is written. `first_epochs`: that the job has until everything is killed."""
+    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch; for each of
+    the others one factor of `slowness` is drawn. `varied`: settings of a collective job were drawn, too;
+    `failing`: see collective_failures.py; `restored`: see restores.py. `storage_s`: how long work on the
+    storage waits at parameter servers, so that training goes on before a checkpoint's part is written.
+    `first_epochs`: that the job has until everything is killed."""
 
     seed: int
     job: Job
@@ -210,6 +213,7 @@ class Plan:
     stragglers: bool = True
     rebalance_s: float = 2.0
     slow: float = 1.0
+    slowness: tuple[float, ...] = SLOWNESS
     storage_s: float = 0.0
     evaluate_every: int | str | None = None
     keep_best: str | None = None

@@ -198,12 +198,9 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
     return code
 
 
-SLOWNESS = (1.0, 1.0, 3.0)  # of trainers: one of them is drawn for each
-
-
 def _speed(cluster: SimulatedCluster, name: str) -> Speed:
     """Some trainers are slower than others."""
-    speed, factor = cluster.plan.speed, cluster.rng.choice(SLOWNESS)
+    speed, factor = cluster.plan.speed, cluster.rng.choice(cluster.plan.slowness)
     if name == "trainer-0" and cluster.plan.slow > 1:
         factor = cluster.plan.slow
     return replace(speed, low_s=speed.low_s * factor, high_s=speed.high_s * factor)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from master_service.control import series_keeper
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
-from tests.simulation.plans import CLIP, Job, OperatorRequest, Plan, RequestKind, Speed, plan_of
+from tests.simulation.plans import CLIP, EQUALLY_FAST, Job, OperatorRequest, Plan, RequestKind, Speed, plan_of
 from trireme_shared.protocol.records import Mode, Strategy
 
 
@@ -51,6 +51,9 @@ def back_and_forth(kind: str) -> Plan:
     plan = replace(
         plan_of(5, Mode.SYNC), faults=(), moments=(), conditions=STEADY, slow=1.0, evaluate=True, masters=1
     )
+    plan = replace(
+        plan, slowness=EQUALLY_FAST
+    )  # else the requests come when the job is over, or has one checkpoint
     job = Job(
         mode=Mode.SYNC,
         files=(20, 11),
@@ -69,7 +72,7 @@ def back_and_forth(kind: str) -> Plan:
         plan,
         job=job,
         trainers=2,
-        speed=Speed(0.1, 0.2, stall=0.0, stall_s=0.0),
+        speed=Speed(0.2, 0.3, stall=0.0, stall_s=0.0),
         checkpoint_every=5,
         keep_checkpoints=4,
         evaluate_every=6,

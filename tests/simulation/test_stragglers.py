@@ -12,10 +12,10 @@ import pytest
 
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
-from tests.simulation import job_spec, processes
+from tests.simulation import job_spec
 from tests.simulation.collective import collective_plan
 from tests.simulation.compute import Speed
-from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
+from tests.simulation.plans import EQUALLY_FAST, Fault, FaultKind, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
 from trireme_shared.protocol.records import Dispatch, Mode, Strategy
 
@@ -51,8 +51,7 @@ def plan_with_a_slow_trainer(
 def run_beside_equals(plan: Plan) -> tuple[Outcome, str]:
     """All but trainer-0 are equally fast: what its lanes cost there would depend on what is drawn for the
     others."""
-    with replaced(processes, "SLOWNESS", (1.0, 1.0, 1.0)):
-        return run(plan, Mode.SYNC)
+    return run(replace(plan, slowness=EQUALLY_FAST), Mode.SYNC)
 
 
 def run(plan: Plan, mode: Mode) -> tuple[Outcome, str]:

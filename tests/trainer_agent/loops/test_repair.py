@@ -74,7 +74,7 @@ class RestoringCluster(TorchCluster):
             pserver = Pserver(self.spec.job, f"pserver-{number}-x")
             etcd = self.etcd_of(f"pserver-{number}")
             process = self.make_pserver(pserver, "", etcd, self.offload, self.directory)
-            self._background.append(group.create_task(process.member.run(20.0)))
+            self._background.append(group.create_task(process.member.run(20.0, 0.0)))
             while pserver.index < 0:
                 await asyncio.sleep(0.01)
             self.pservers.append(pserver)
