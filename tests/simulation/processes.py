@@ -125,7 +125,7 @@ async def master(cluster: SimulatedCluster, node: Node) -> int:
     return 0
 
 
-async def _later(seconds: float, service: Pserver, work: Callable[..., Any], *arguments: Any) -> Any:
+async def later(seconds: float, service: Pserver, work: Callable[..., Any], *arguments: Any) -> Any:
     """By a thread that other work keeps waiting. It has the lock of the tables when no push is half
     applied."""
 
@@ -142,7 +142,7 @@ async def pserver(cluster: SimulatedCluster, node: Node) -> int:
     service = CheckedPserver(cluster, ids.new_id(node.name))
     node.service = service
     cluster.network.listen(node.url, node.process, service)
-    offload = failing(cluster, node.name, partial(_later, cluster.plan.storage_s, service))
+    offload = failing(cluster, node.name, partial(later, cluster.plan.storage_s, service))
     process = cluster.make_pserver(service, node.url, cluster.etcd_of(node.process.name), offload)
     return 0 if await process.member.serve(node.stopping, 300.0, DRAIN_S) else LEASE_LOST
 

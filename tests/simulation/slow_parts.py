@@ -1,7 +1,7 @@
 """Storage that is slow with parts of checkpoints alone, as slow as a test says.
 
-Whoever sees all parts first commits a checkpoint, which is drawn; a storage that is slow with everything keeps
-all others waiting while its process holds the lock of the commit, or does not.
+Whoever sees all parts first commits a checkpoint, which is drawn; a storage that is slow with everything
+keeps all others waiting while its process holds the lock of the commit, or does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SecondsOf = Callable[[str, int], float]
 @contextmanager
 def parts_take(seconds_of: SecondsOf) -> Iterator[None]:
     """In jobs of both strategies."""
-    at_once = processes._later
+    at_once = processes.later
 
     def of_work(process: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
         return seconds_of(process, arguments[2].version) if work is write_part else 0.0
@@ -34,5 +34,5 @@ def parts_take(seconds_of: SecondsOf) -> Iterator[None]:
     async def of_pserver(_: float, service: Pserver, work: Callable[..., Any], *arguments: Any) -> Any:
         return await at_once(of_work(service.incarnation, work, arguments), service, work, *arguments)
 
-    with replaced(collective, "storage_s_of", of_trainer), replaced(processes, "_later", of_pserver):
+    with replaced(collective, "storage_s_of", of_trainer), replaced(processes, "later", of_pserver):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from master_service.core.decisions import recovery
-from pserver_service.member import Member
+from pserver_service.member import Drain
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.compute import Speed
@@ -137,6 +137,12 @@ def test_a_parameter_server_whose_slots_have_moved_writes_its_part_first(
 
 
 def test_without_that_training_stands_until_the_evaluation_is_left_out() -> None:
-    with replaced(Member, "_unwanted", lambda member, _: member._own_index.unwanted()):
+    run = Drain.run
+
+    async def only_if_asked_to_stop(drain: Drain, limit_s: float, *, asks: bool = True) -> None:
+        if asks:
+            await run(drain, limit_s)
+
+    with replaced(Drain, "run", only_if_asked_to_stop):
         *_, said = played(slots_move(0, 2, DRAIN_S / 3))
     assert any("evaluation_left_out" in line for line in said)
