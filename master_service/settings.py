@@ -15,6 +15,7 @@ from trireme_shared.platform.membership.etcd_access import split
 from trireme_shared.platform.membership.settings import MemberSettings
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.record import misfits
 from trireme_shared.protocol.urls import without_passwords
 
 
@@ -64,5 +65,5 @@ def read_spec(path: Path) -> JobSpec:
     try:
         return JobSpec.from_bytes(path.read_bytes())
     except (OSError, ValidationError) as error:
-        msg = f"TRIREME_SPEC={path} is no job spec: {without_passwords(str(error))}"
+        msg = f"TRIREME_SPEC={path} is no job spec: {without_passwords(misfits(error))}"
         raise InvalidArgument(msg) from error

@@ -39,7 +39,7 @@ from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
-from trainer_agent.waiting import SingleErrorGroup, retry
+from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
 from trireme_shared import __version__
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.membership.directory import Directory
@@ -149,8 +149,7 @@ async def _spec_of(directory: Directory, limit_s: float, stopping: asyncio.Event
             waiting.result()
         return directory.spec
     finally:
-        waiting.cancel()
-        asked.cancel()
+        await end_tasks((waiting, asked))
 
 
 async def _keep_journal(

@@ -16,6 +16,7 @@ from trireme_shared.datasets.user_modules import OURS
 from trireme_shared.platform.membership.local_script import MAX_FILES, digest_of
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.cluster import Source
+from trireme_shared.protocol.records.record import misfits
 
 
 def read_source(script: Path, modules: Iterable[str] = ()) -> Source:
@@ -36,9 +37,7 @@ def read_source(script: Path, modules: Iterable[str] = ()) -> Source:
     try:
         return Source(file_name=script.name, text=text, modules=modules)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        msg = f"{script} cannot be sent with a job: {f'{where}: ' if where else ''}{first['msg']}"
+        msg = f"{script} cannot be sent with a job: {misfits(error)}"
         raise InvalidArgument(
             msg, hint="give a path or URL that all members can read as the script"
         ) from error

@@ -107,6 +107,12 @@ class Cluster:
         return cluster_folder.must_find(self.folder / ".trireme")
 
     @property
+    def address(self) -> tuple[str, int]:
+        """Of the API, for requests that no client would make."""
+        host, _, port = self.facts.url.removeprefix("http://").partition(":")
+        return host, int(port)
+
+    @property
     def storage(self) -> Path:
         """The files of jobs by name."""
         return self.facts.folder / "jobs"
@@ -187,6 +193,11 @@ class Cluster:
             return (job.progress.step or 0) >= step
 
         return await self.until(name, holds, f"step {step}")
+
+    async def train_slowly(self, name: str) -> None:
+        """Until it is told otherwise."""
+        await self.submit(name, self.script(self.slow, 0.3), epochs=1000)
+        await self.trains(name)
 
     async def remove(self, name: str) -> None:
         """It is ended if it runs, and deleted."""

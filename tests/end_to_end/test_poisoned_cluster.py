@@ -360,17 +360,15 @@ async def large_schedule_that_is_due(cluster: Cluster, name: str) -> str:
 
 async def calls_given_up(cluster: Cluster, name: str) -> str:
     """Their callers go away before they are answered, some of them at once."""
-    await cluster.submit(name, cluster.script(cluster.slow, 0.3), epochs=1000)
-    await cluster.trains(name)
-    facts = cluster.facts
-    host, port = facts.url.removeprefix("http://").split(":")
+    await cluster.train_slowly(name)
+    facts, (host, port) = cluster.facts, cluster.address
     for number in range(60):
         verb = ("pause", "resume", "cancel", "checkpoints")[number % 4 if number > 50 else number % 2]
         path = f"/v1/jobs/{name}/{verb}"
         head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {facts.token}\r\n"
         head += f"Idempotency-Key: {name}-{number}\r\nContent-Type: application/json\r\n"
         head += "Content-Length: 2\r\n\r\n{}"
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, port)
         writer.write(head.encode())
         await writer.drain()
         await asyncio.sleep(number % 5 * 0.01)
@@ -383,15 +381,13 @@ async def calls_given_up(cluster: Cluster, name: str) -> str:
 
 async def viewers(cluster: Cluster, name: str) -> str:
     """More streams of its events than one token may hold: others still get theirs."""
-    await cluster.submit(name, cluster.script(cluster.slow, 0.3), epochs=1000)
-    await cluster.trains(name)
-    facts = cluster.facts
-    host, port = facts.url.removeprefix("http://").split(":")
+    await cluster.train_slowly(name)
+    facts, (host, port) = cluster.facts, cluster.address
     reading = (facts.folder / "tokens" / "viewer").read_text().strip()
     opened: list[asyncio.StreamWriter] = []
 
     async def status(token: str) -> str:
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, port)
         opened.append(writer)
         head = f"GET /v1/jobs/{name}/events/stream HTTP/1.1\r\nHost: {host}:{port}\r\n"
         writer.write(f"{head}Authorization: Bearer {token}\r\n\r\n".encode())
@@ -413,8 +409,7 @@ async def viewers(cluster: Cluster, name: str) -> str:
 
 async def unreadable(cluster: Cluster, name: str) -> str:
     """Rubbish in the place of its record."""
-    await cluster.submit(name, cluster.script(cluster.slow, 0.3), epochs=1000)
-    await cluster.trains(name)
+    await cluster.train_slowly(name)
     await cluster.etcd.put(cluster.keys.job(name), b'{"job": 7, "spec": [')
     await cluster.kill_leader()
     job = await cluster.until(name, lambda job: job.standing == "UNREADABLE", "being set aside")

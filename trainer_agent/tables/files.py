@@ -29,7 +29,7 @@ from trainer_agent.tables.embedding import ModelTables
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.layout import TableSpec
-from trireme_shared.protocol.records.record import Record
+from trireme_shared.protocol.records.record import Record, misfits
 from trireme_shared.tables.grouping import Numbers
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def read_table(url: str) -> StoredTable:
         spec = TableSpec.model_validate(about["table"])
         found = StoredTable(spec, int(about["version"]), arrays["ids"], arrays["values"])
     except (ValidationError, KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument(f"{url} is no table that Trireme exported: {error}") from error
+        raise InvalidArgument(f"{url} is no table that Trireme exported: {misfits(error)}") from error
     found.check(url)
     return found
 
@@ -150,7 +150,7 @@ def arrays_in(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
         )
         return load(content), dict(json.loads(header["__metadata__"]["trireme"]))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument(f"{url} is no table that Trireme exported: {error}") from error
+        raise InvalidArgument(f"{url} is no table that Trireme exported: {misfits(error)}") from error
 
 
 def save_tables(model: nn.Module, folder: str) -> list[str]:
@@ -253,7 +253,7 @@ def read_delta(url: str) -> TableDelta:
         since = None if about["since"] is None else int(about["since"])
         found = TableDelta(since, rows, arrays["removed"])
     except (ValidationError, KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument(f"{url} is no delta of a table: {error}") from error
+        raise InvalidArgument(f"{url} is no delta of a table: {misfits(error)}") from error
     rows.check(url)
     if found.removed.dtype != np.int64 or found.removed.ndim != 1:
         raise InvalidArgument(
@@ -300,7 +300,7 @@ def _done_in(folder: str) -> Done:
     try:
         return Done.model_validate_json(files.read_bytes(url))
     except (OSError, ValidationError) as error:
-        raise InvalidArgument(f"{url} cannot be read: {error}") from error
+        raise InvalidArgument(f"{url} cannot be read: {misfits(error)}") from error
 
 
 def advanced(table: StoredTable | None, name: str, folders: Sequence[str]) -> StoredTable:

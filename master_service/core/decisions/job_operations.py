@@ -34,7 +34,6 @@ WAITS_FOR = {
     OperationKind.DELETE: "the job's files are deleted",
 }
 REACHED = {OperationKind.PAUSE: Standing.PAUSED, OperationKind.CANCEL: Standing.CANCELLED}
-ASKED = {OperationKind.PAUSE: "pause", OperationKind.CANCEL: "cancel"}
 
 
 def begin(
@@ -62,11 +61,7 @@ def begin(
 def stopped(state: ClusterState, job: ClusterJob, stamp: str) -> tuple[ClusterChange, ...]:
     """The job's term has ended, and the job is where it says now."""
     running = _running(state, job.job)
-    if running is None:
-        return ()
-    if job.standing is REACHED.get(running.kind):
-        return (_ended(job.job, running, OperationState.DONE, _where(job), stamp),)
-    return (_ended(job.job, running, OperationState.FAILED, _where(job), stamp, Conflict.code),)
+    return () if running is None else (_ended_where(job, running, stamp),)
 
 
 def overtaken(state: ClusterState, stamp: str) -> ClusterDecision[bool]:
@@ -111,19 +106,18 @@ def _goes_on(job: ClusterJob | None, kind: OperationKind) -> bool:
         return False
     if job.standing is Standing.UNREADABLE:
         return True
-    if kind is OperationKind.DELETE:
-        return job.wanted == "delete"
-    return job.standing is Standing.ACTIVE and job.wanted == ASKED.get(kind)
+    runs_still = kind is OperationKind.DELETE or job.standing is Standing.ACTIVE
+    return runs_still and job.wanted == kind.lower()
 
 
 def _overtaken(state: ClusterState, name: str, operation: Operation, stamp: str) -> PutJobOperation:
     job = state.jobs.get(name)
     if operation.kind is OperationKind.DELETE:
         return _ended(name, operation, OperationState.DONE, f"job {name} is deleted", stamp)
-    if job is not None and job.standing is REACHED.get(operation.kind):
-        return _ended(name, operation, OperationState.DONE, _where(job), stamp)
-    why = f"job {name} was deleted" if job is None else _where(job)
-    return _ended(name, operation, OperationState.FAILED, why, stamp, Conflict.code)
+    if job is None:
+        why = f"job {name} was deleted"
+        return _ended(name, operation, OperationState.FAILED, why, stamp, Conflict.code)
+    return _ended_where(job, operation, stamp)
 
 
 def _running(state: ClusterState, name: str) -> Operation | None:
@@ -132,6 +126,13 @@ def _running(state: ClusterState, name: str) -> Operation | None:
 
 def _where(job: ClusterJob) -> str:
     return f"job {job.job} is {job.standing}" + (f": {job.reason}" if job.reason else "")
+
+
+def _ended_where(job: ClusterJob, operation: Operation, stamp: str) -> PutJobOperation:
+    """As the job has come where it was asked to, or has not."""
+    if job.standing is REACHED.get(operation.kind):
+        return _ended(job.job, operation, OperationState.DONE, _where(job), stamp)
+    return _ended(job.job, operation, OperationState.FAILED, _where(job), stamp, Conflict.code)
 
 
 def _ended(

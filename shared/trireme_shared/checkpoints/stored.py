@@ -31,6 +31,7 @@ from trireme_shared.protocol.records import JobSpec, SlotMap, TaskMeta
 from trireme_shared.protocol.records.assignments import slot_of
 from trireme_shared.protocol.records.checkpoints import CheckpointPart, CheckpointRef, Manifest, PartLink
 from trireme_shared.protocol.records.layout import ELEMENT_BYTES, Block, Layout
+from trireme_shared.protocol.records.record import misfits
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        unusable(ref, f"{url} is no manifest: {error.errors(include_url=False)[0]}", error)
+        unusable(ref, f"{url} is no manifest: {misfits(error)}", error)
     if wrong := misplaced(manifest, job, ref, url):
         unusable(ref, wrong)
     return manifest

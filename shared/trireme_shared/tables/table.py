@@ -189,10 +189,8 @@ class Table:
         any order, also twice. `version` is the newest one or, while `before` is there, the one before."""
         wanted = self.version if version is None else version
         cells, rows = self._cells, self._rows
-        if (
-            not ids.flags.writeable
-        ):  # of a received payload: the loop would be compiled once more for such ids
-            ids = ids.copy()
+        if not ids.flags.writeable:
+            ids = ids.copy()  # of a received payload: the loop would be compiled once more for such ids
         row_loops.lookup(
             cells.addresses,
             cells.capacities,

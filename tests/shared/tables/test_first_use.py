@@ -54,7 +54,8 @@ def test_all_loops_that_tables_call_are_there_after_the_first_use():
 
 READ_ONLY = """
 import numpy as np
-from trireme_shared.tables.first_use import DIM, IDS, SLOTS, _spec, compile_loops
+from trireme_shared.protocol.records.layout import RowInit, RowOptimizer, TableSpec
+from trireme_shared.tables.first_use import DIM, IDS, SLOTS, compile_loops
 from trireme_shared.tables.kernels import cells, rows
 from trireme_shared.tables.table import Table
 
@@ -63,7 +64,9 @@ named = {**vars(cells), **vars(rows)}
 loops = {name: loop for name, loop in named.items() if hasattr(loop, "stats")}
 before = {name: len(loop.signatures) for name, loop in loops.items()}
 ids = np.frombuffer(np.arange(IDS).tobytes(), np.int64)
-Table(_spec({}), SLOTS).lookup(ids, np.empty((IDS, DIM), np.float32))
+adam, uniform = RowOptimizer(kind="adam", lr=0.1), RowInit(kind="uniform", scale=0.1)
+spec = TableSpec(name="read", dim=DIM, seed=0, optimizer=adam, init=uniform)
+Table(spec, SLOTS).lookup(ids, np.empty((IDS, DIM), np.float32))
 print([name for name, loop in loops.items() if len(loop.signatures) != before[name]])
 """
 

@@ -63,8 +63,7 @@ def understood(key: str, value: bytes) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, NotFound) as error:
-        cause = misfits(error) if isinstance(error, ValidationError) else error
-        msg = f"{key} in etcd cannot be understood: {value[:SHOWN_BYTES]!r}: {cause}"
+        msg = f"{key} in etcd cannot be understood: {value[:SHOWN_BYTES]!r}: {misfits(error)}"
         hint = (
             "was it written by another version of Trireme, or by hand? Put its old value back, or "
             "start a new job"

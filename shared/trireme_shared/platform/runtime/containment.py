@@ -71,8 +71,7 @@ class Failed:
 class Containment:
     """Of the tasks of one process or term. `ends`: errors by which that ends, also those in an
     ExceptionGroup. `tell` gets a sentence about an error; about one that comes again and again it gets ever
-    fewer.
-    """
+    fewer."""
 
     ends: tuple[type[Exception], ...] = ()
     tell: Callable[[str], object] = lambda _: None

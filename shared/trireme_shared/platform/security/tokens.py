@@ -28,6 +28,7 @@ from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound
 from trireme_shared.protocol.records import Record
+from trireme_shared.protocol.records.record import misfits
 from trireme_shared.protocol.times import instant, rfc3339
 
 MAX_TOKENS = 1000
@@ -132,8 +133,7 @@ def parse_table(text: str, name: str) -> TokenTable:
     try:
         return TokenTable.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        msg = f"{name} is no table of tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        msg = f"{name} is no table of tokens: {misfits(error)}"
         raise InvalidArgument(msg, hint="`trireme token create` writes one") from None
 
 

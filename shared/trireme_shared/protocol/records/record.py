@@ -63,8 +63,11 @@ def _with_unknown(document: Any, value: Any) -> Any:
     return known | (value.model_extra or {})
 
 
-def misfits(error: ValidationError) -> str:
-    """What does not fit a record, for people: the first fields by name, without what was in them."""
+def misfits(error: Exception) -> str:
+    """What does not fit a record, for people: the first fields by name, without what was in them. Of any
+    other error its own text."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     found = error.errors(include_url=False, include_input=False, include_context=False)
     told = "; ".join(
         ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"]))) for item in found[:MISFITS]
