@@ -162,7 +162,9 @@ class Retention:
             raise
         except NotReady as error:  # its members leave
             log.info("job_not_deleted", job=name, cause=error.message)
-        except Exception as error:  # noqa: BLE001  its user was faster, or what a storage's library raises
+        except Exception as error:  # noqa: BLE001  whatever a storage's library raises: one job's
+            if name not in self._cluster.state.jobs:  # its user was faster
+                return
             attempts = self._attempts.setdefault(name, Attempts())
             attempts.failed()
             again_s = round(attempts.next - clock.monotonic())

@@ -101,6 +101,30 @@ def test_a_deletion_is_answered_also_if_its_files_take_longer_than_the_leader_wa
     run_virtually(main)
 
 
+def test_a_job_that_its_user_deletes_just_before_its_turn_is_told_of_by_nobody() -> None:
+    """The list of those whose retention is over is older than the deletion: the job counted as one that could
+    not be deleted, and its user read so."""
+
+    async def main() -> None:
+        jobs, removed = Jobs(), []
+
+        async def remove(spec: Any) -> None:
+            removed.append(spec.job)
+            if len(removed) == 1:  # both are due, and this one is the first
+                await leader.delete_job("b" if spec.job == "a" else "a")
+
+        async with jobs.leading(remove_files=remove, job_retention_s=0.001) as leader:
+            for name in "ab":
+                await leader.create_job(in_storage(name), None)
+                await leader.cancel_job(name)
+            await until(lambda: not leader.state.jobs, "both jobs to be deleted", 300)
+            assert sorted(removed) == ["a", "b"]
+            await asyncio.sleep(30)
+            assert not [event for event in leader.events.after(0, 1000) if event.name == "job_not_deleted"]
+
+    run_virtually(main)
+
+
 class LibraryError(Exception):
     """What a storage's library raises: neither an OSError nor one of ours."""
 

@@ -16,6 +16,7 @@ from trireme.client import CreateJob, JobSettings
 from trireme.data import TextLines
 from trireme_shared.protocol.records import JobSpec, Record
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule
+from trireme_shared.protocol.records.record import misfits
 from trireme_shared.protocol.wire import messages
 
 RECORDS = all_records()
@@ -85,3 +86,12 @@ def test_null_is_the_default_wherever_frames_may_have_it():
     framed = [each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Record)]
     assert framed
     assert [each.__name__ for each in framed if loses_nulls(each)] == []
+
+
+def test_misfits_tell_numbers_and_choices_and_no_other_text() -> None:
+    with pytest.raises(ValidationError) as raised:
+        JobSpec.model_validate({"mode": "semi-synchronous", "lanes": 0, "storage": ["s3://key:secret@bucket"]})
+    told = misfits(raised.value)
+    assert "mode: Input should be 'sync' or 'async', not 'semi-synchronous'" in told
+    assert "lanes: Input should be greater than or equal to 1, not 0" in told
+    assert "secret" not in told

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from trireme_shared.protocol.urls import Url
 
@@ -64,15 +65,24 @@ def _with_unknown(document: Any, value: Any) -> Any:
 
 
 def misfits(error: Exception) -> str:
-    """What does not fit a record, for people: the first fields by name, without what was in them. Of any
-    other error its own text."""
+    """What does not fit a record, for people: the first fields by name. What was in them is told of numbers
+    and of fields with few possible values: another text may be a secret. Of any other error its own text."""
     if not isinstance(error, ValidationError):
         return str(error)
-    found = error.errors(include_url=False, include_input=False, include_context=False)
+    found = error.errors(include_url=False, include_context=False)
     told = "; ".join(
-        ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"]))) for item in found[:MISFITS]
+        ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"] + _instead(item))))
+        for item in found[:MISFITS]
     )
     return told if len(found) <= MISFITS else f"{told}; and {len(found) - MISFITS} more"
+
+
+def _instead(item: ErrorDetails) -> str:
+    given = item["input"]
+    has_choices = item["type"] in ("enum", "literal_error") and isinstance(given, str)
+    if has_choices or isinstance(given, int | float):
+        return f", not {shortened(repr(given), 200)}"
+    return ""
 
 
 def shortened(text: str, limit: int) -> str:
