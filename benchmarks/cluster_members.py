@@ -36,6 +36,7 @@ import aiohttp
 from benchmarks.dispatch import TOKEN, cpu_s, memory_mib
 from benchmarks.measurements import p99_and_max
 from benchmarks.simulated_places import TTL_S
+from trireme.client import AsyncClient, CreateJob
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.runtime import http, ids, telemetry
@@ -146,10 +147,6 @@ class Cluster:
             found: dict[str, Any] = await response.json()
             return found
 
-    async def post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        async with self.client.post(f"{self.url}{path}", json=body) as response:
-            assert response.status < 300, await response.text()
-
 
 async def end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
@@ -183,16 +180,19 @@ async def create_jobs(cluster: Cluster) -> list[str]:
     # one more than there are places for: who joins is of use at once
     scheduling = {"min_trainers": 1, "max_trainers": trainers + 1}
 
-    async def create(name: str) -> None:
-        async with places:
-            body = {"name": name, "settings": settings, "script": "none.py", "scheduling": scheduling}
-            await cluster.post("/v1/jobs", body)
-
     ended = [f"ended-{number}" for number in range(min(ENDED, given.viewers))]
-    await asyncio.gather(*(create(name) for name in ended))
-    await asyncio.gather(*(cluster.post(f"/v1/jobs/{name}/cancel") for name in ended))
     names = [f"job-{number}" for number in range(given.jobs)]
-    await asyncio.gather(*(create(name) for name in names))
+    # while thousands of processes start on two cores, an answer may take long
+    async with AsyncClient(cluster.url, token=TOKEN, timeout_s=START_S) as client:
+
+        async def create(name: str) -> None:
+            job = {"name": name, "settings": settings, "script": "none.py", "scheduling": scheduling}
+            async with places:
+                await client.create_job(CreateJob.model_validate(job))
+
+        await asyncio.gather(*map(create, ended))
+        await asyncio.gather(*map(client.cancel_job, ended))
+        await asyncio.gather(*map(create, names))
     return names
 
 

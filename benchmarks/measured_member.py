@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measurements import LoopLag, Memory
-from benchmarks.without_metrics import WITHOUT_METRICS, leave_out_metrics
 from trireme.launch.fork_server import NEEDS
 from trireme_shared.platform.runtime import service
 
 FILE = "TRIREME_PROBE"
+WITHOUT_METRICS = (
+    "TRIREME_BENCHMARK_WITHOUT_METRICS"  # see without_metrics.py, which a master need not import
+)
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def main() -> None:
     for name in NEEDS.get(module, ()):  # what a fork server would have imported before
         importlib.import_module(name)
     if os.environ.pop(WITHOUT_METRICS, ""):
-        leave_out_metrics()
+        importlib.import_module("benchmarks.without_metrics").leave_out_metrics()
     memory, file, run = Memory(), Path(os.environ.pop(FILE)), service.run
 
     def measured_run(work: Callable[[asyncio.Event], Awaitable[int]], **options: Any) -> int:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from benchmarks.measured_member import FILE
+from benchmarks.measured_member import FILE, WITHOUT_METRICS
 from benchmarks.measurements import TICK_MS, machine_ms, p99_and_max
 from benchmarks.small_set import small_set
-from benchmarks.without_metrics import WITHOUT_METRICS
 from trainer_agent.collective.groups import pserver_of
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.script import user_module

@@ -9,8 +9,6 @@ from trainer_agent.data_plane.pushes import NodeSink
 from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.tasks.reports import Reports
 
-WITHOUT_METRICS = "TRIREME_BENCHMARK_WITHOUT_METRICS"
-
 
 def leave_out_metrics() -> None:
     """In this process, from now on."""

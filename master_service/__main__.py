@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import socket
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from master_service.api.app import guarded, make_api, warm_up
 from master_service.api.routes.logs import LogSource
 from master_service.api.server import Server
 from master_service.cluster.leader import ClusterMaster
+from master_service.garbage import Collections
 from master_service.leadership.master import Master
 from master_service.settings import Settings, read_spec
 from master_service.storage.job_storage import FileStorage
@@ -35,10 +35,6 @@ from trireme_shared.protocol.keys import ClusterKeys, Keys
 from trireme_shared.protocol.records import Dispatch, JobSpec
 
 WAITING = 512  # connections that nobody has accepted yet
-# What a deleted job leaves refers to itself in circles: 50 KiB each. All objects are looked through after
-# 24,000 new ones, if a quarter is new; with Python's 10 instead of 1, or rarer small collections, they lie
-# about for hundreds of jobs.
-COLLECTIONS = 2_000, 5, 1
 
 log = telemetry.logger("main")
 
@@ -114,7 +110,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     master = _master(settings, etcd, name, url)
     service.ready(url)
     service.settled()
-    gc.set_threshold(*COLLECTIONS)
+    Collections().begin()
     logs = LogSource(settings.logs, by_job=not settings.job)
     api = make_api(master, logs)
     server = Server(guarded(api, master, access, settings.tls.client()), tls=tls)

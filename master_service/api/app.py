@@ -25,7 +25,7 @@ from master_service.api.middleware import (
 from master_service.api.openapi import documentation
 from master_service.api.openapi.document import document_of
 from master_service.api.openapi.documentation import DocumentedPaths
-from master_service.api.rendered import RenderedJobs
+from master_service.api.rendered import RenderedJobs, RenderedPool
 from master_service.api.routes import events, job, jobs, logs, operations, system, tasks
 from master_service.api.routes.dependencies import job_in_path
 from master_service.api.routes.jobs import listed_view
@@ -95,11 +95,14 @@ async def warm_up(api: FastAPI, jobs: JobsLed, calm_s: float = CALM_S) -> None:
 def make_api(jobs: JobsLed, logs_of: LogSource | None = None) -> FastAPI:
     """All routes in FastAPI, with their documentation; nobody is asked for a token."""
     app = api_of(clustered=isinstance(jobs, ClusterMaster))
-    app.state.jobs = jobs
-    app.state.streams = Streams()
-    app.state.rendered_jobs = RenderedJobs(listed_view)
-    app.state.logs = logs_of or LogSource()
+    serve_from(app, jobs, logs_of or LogSource())
     return app
+
+
+def serve_from(app: FastAPI, jobs: JobsLed, logs_of: LogSource) -> None:
+    """Its routes ask these from now on."""
+    app.state.jobs, app.state.logs, app.state.streams = jobs, logs_of, Streams()
+    app.state.rendered_jobs, app.state.rendered_pool = RenderedJobs(listed_view), RenderedPool()
 
 
 class _Api(FastAPI):

@@ -3,6 +3,8 @@
 a job is listed ─► what it shows is as before ─► the same bytes
               └─► it has changed, or it trains and was rendered SHOWN_S ago ─► rendered
 
+the pool is asked for ─► as it was SHOWN_S ago at most, unless the leader has decided something since
+
 A thousand jobs take tenths of a second to render, and each dashboard asks every two seconds. Other requests
 get their turns after every AT_ONCE jobs.
 """
@@ -35,6 +37,26 @@ class _Rendered:
     def is_still(self, of: tuple[object, ...], now: float) -> bool:
         same = all(one is other for one, other in zip(self.of, of, strict=True))
         return same and not (self.trains and now - self.at >= SHOWN_S)
+
+
+class RenderedPool:
+    """What many ask of the pool with the same words."""
+
+    def __init__(self) -> None:
+        self._of: tuple[ClusterTerm, int] | None = None
+        self._made: dict[object, tuple[float, bytes]] = {}
+
+    def content(self, term: ClusterTerm, asked: object, make: Callable[[], Record]) -> bytes:
+        """As JSON."""
+        now, of = clock.monotonic(), (term, term.state.decided)
+        if of != self._of:
+            self._of, self._made = of, {}
+        at, content = self._made.get(asked, (-SHOWN_S, b""))
+        if now - at >= SHOWN_S or not content:
+            content = make().model_dump_json().encode()
+            fresh = {key: each for key, each in self._made.items() if now - each[0] < SHOWN_S}
+            self._made = {**fresh, asked: (now, content)}
+        return content
 
 
 class RenderedJobs:

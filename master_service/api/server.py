@@ -197,6 +197,6 @@ class _Joining:
             self._call_later(CLOSING_S, self._transport.abort)
 
     def _flush(self) -> None:
-        if self._written:
+        if self._written and not self._transport.is_closing():  # the peer may have gone meanwhile
             self._transport.write(b"".join(self._written))
-            self._written.clear()
+        self._written.clear()

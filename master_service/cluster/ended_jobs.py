@@ -89,7 +89,8 @@ class EndedTrackers:
                     self._again(job.job, described(error))
 
     def _due(self) -> list[ClusterJob]:
-        jobs, now = self._cluster.state.jobs, clock.monotonic()
+        now = clock.monotonic()
+        jobs = {name: job for name, job in self._cluster.state.jobs.items() if job.spec.trackers}
         led = {name for name in jobs if self._cluster.leads(name)}
         self._over = {name for name in self._over if name in jobs and name not in led}
         self._attempts = {
@@ -98,7 +99,7 @@ class EndedTrackers:
         return [
             job
             for name, job in jobs.items()
-            if job.spec.trackers and job.standing.final and job.wanted != "delete"
+            if job.standing.final and job.wanted != "delete"
             if name not in self._over and name not in led
             if name not in self._attempts or self._attempts[name].next <= now
         ]

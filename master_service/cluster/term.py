@@ -16,6 +16,8 @@ again, and a job that cannot be led MOST_FAILURES times in a row is FAILED, with
 from __future__ import annotations
 
 import asyncio
+import gc
+import operator
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -57,8 +59,9 @@ from trireme_shared.protocol.records.operations import saves_on_demand
 from trireme_shared.protocol.times import rfc3339
 
 LOOK_S = 5.0
-GATHER_S = 0.2  # a schedule begins at most so long after the change that it is for
-JOB_LOOK_S = 1.0
+GATHER_S = 0.2  # a schedule begins at most so long after the last one, if there is a change that it is for
+AT_ONCE = 32  # jobs that are looked at before others get their turn
+JOB_LOOK_S = 5.0
 PAUSE_S = 0.5
 SAVE_S = 30.0  # a stop that waits longer for its checkpoint goes back to the one before
 LEAVE_S = 5.0  # how long the master of a job that has ended answers its members
@@ -96,6 +99,8 @@ class ClusterTerm:
         self.contained = Containment(TERM_OVER, self._tell_failure)
         self._on_events = on_events
         self._failures: dict[str, Failures] = {}  # of jobs that could not be led
+        # by job: what its numbers of members follow from, as it was when they were followed last
+        self._followed: dict[str, tuple[object, ...]] = {}
         self._start, self._make, self._rebalance_s = start, make, rebalance_s
         self._watch = PoolWatch(etcd, keys, self._on_member)
         self._changed = asyncio.Event()
@@ -141,7 +146,6 @@ class ClusterTerm:
             self._changed.clear()
             begin = clock.monotonic()
             created = await self.contained.once(self._create_due_jobs, "creating the jobs of schedules")
-            await self._follow_resizes()
             try:
                 portions = await self.writer.decide(self._plan)
                 self._follow()
@@ -152,20 +156,21 @@ class ClusterTerm:
             except TooLarge as error:
                 await self._fail_alone(error)
                 continue
-            if portions.stale:
+            if await self._follow_resizes() or portions.stale:
                 continue
             scheduled_s = None if isinstance(created, Failed) else created
             looks = [LOOK_S, scheduled_s, portions.next_look_s]
             # while many members join or leave, each change would have a schedule of its own
-            took_s = min(GATHER_S, clock.monotonic() - begin)
+            ended = clock.monotonic()
+            took_s = min(GATHER_S, ended - begin)
             limit_s = max(0.01, min(look for look in looks if look is not None))
             try:
                 async with asyncio.timeout(limit_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
-            if took_s > 0:
-                await asyncio.sleep(took_s)
+            if (rest_s := ended + took_s - clock.monotonic()) > 0:
+                await asyncio.sleep(rest_s)
 
     async def _end_overtaken(self) -> None:
         stamp = clock.timestamp()
@@ -202,22 +207,36 @@ class ClusterTerm:
         if name in self.jobs:
             self.jobs[name].stop(Standing.FAILED, why)
 
-    async def _follow_resizes(self) -> None:
-        """A place runs the parameter servers whose incarnations begin with its name."""
-        for name, led in list(self.jobs.items()):
+    async def _follow_resizes(self) -> bool:
+        """A place runs the parameter servers whose incarnations begin with its name. Answers whether anything
+        has changed."""
+        changed = False
+        for number, (name, led) in enumerate(list(self.jobs.items())):
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
             leading = led.master.current_term
             if leading is None:
                 continue
-            held = {started_by(server) for server in leading.job.members.pservers.values()}
-            live, pservers = leading.job.spec, leading.job.pservers_needed
-            asked = leading.job.operations.number_of_trainers_asked()
+            job, live = leading.job, leading.job.spec
+            asked = job.operations.number_of_trainers_asked()
+            places = self.state.revision_of(name)
+            seen = (live, job.slots, job.members, asked, self.state.jobs.get(name), places)
+            before = self._followed.get(name, ())
+            if len(before) == len(seen) and all(map(operator.is_, before, seen)):
+                continue
+            held = {started_by(server) for server in job.members.pservers.values()}
+            pservers = job.pservers_needed
 
             def follow(state: ClusterState, _: float) -> ClusterDecision[bool]:
                 # awaited before the next round
                 return follow_resize(state, name, live, pservers, held, asked=asked)  # noqa: B023
 
-            deciding = partial(self._follow_resize, follow)
+            if not follow(self.state, clock.monotonic()).answer:
+                self._followed[name] = seen
+                continue
+            deciding, changed = partial(self._follow_resize, follow), True
             await self.contained.once(deciding, f"following the resize of job {name}")
+        return changed
 
     async def _follow_resize(self, follow: Callable[[ClusterState, float], ClusterDecision[bool]]) -> None:
         try:
@@ -228,7 +247,11 @@ class ClusterTerm:
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Portions]:
         """Writes the first portion."""
         lost = lost_places(state, self._present())
-        planned = schedule(state, now, clock.wall_time(), self._rebalance_s, lost)
+        gc.disable()  # what a plan is made of is gone with it: no collection need look at it
+        try:
+            planned = schedule(state, now, clock.wall_time(), self._rebalance_s, lost)
+        finally:
+            gc.enable()
         portions = Portions(state, planned, MAX_CHANGES, MAX_BYTES)
         first = portions.next(state)
         return Decision(portions, first.changes, first.events)
@@ -277,6 +300,7 @@ class ClusterTerm:
                 self._failures.pop(term.job, None)
         finally:
             self.jobs.pop(term.job, None)
+            self._followed.pop(term.job, None)
             self._changed.set()
 
     async def _not_led(self, name: str, cause: str) -> None:
@@ -328,7 +352,6 @@ class JobTerm:
         self._stop: tuple[Standing, str] | None = None
         self._error: TriremeError | None = None
         self._left = False
-        self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<JobTerm {self.job}: {self.master!r}>"
@@ -338,7 +361,7 @@ class JobTerm:
         changes nothing."""
         if self._stop is None:
             self._stop = (standing, reason)
-            self._changed.set()
+            self.master.events.announce(())
 
     async def run(self) -> None:
         """Until the job's standing is written and its lock is free. Raises what leading it raised, if that is
@@ -385,7 +408,7 @@ class JobTerm:
         log.warning("job_left", job=self.job, cause="; ".join(error.message for error in errors))
         if lasting:
             self._error = lasting[0]
-            self._changed.set()
+            self.master.events.announce(())
 
     async def _until_it_ends(self) -> tuple[Standing, str]:
         while True:
@@ -397,7 +420,7 @@ class JobTerm:
                 try:
                     await term.writer.settled()
                 except PeerError:  # the term is over, or etcd takes no writes
-                    await self._news()
+                    await asyncio.sleep(PAUSE_S)
                     continue
                 state = term.job.state
                 done = state.phase is Phase.COMPLETED
@@ -415,22 +438,11 @@ class JobTerm:
             if term is not None and term.job.members is not self._members:
                 self._members = term.job.members
                 self._on_members()
-            await self._news()
+            await self.master.events.next(JOB_LOOK_S)
 
     def _is_final(self) -> bool:
         term = self.master.current_term
         return term is not None and term.job.state.phase.final
-
-    async def _news(self) -> None:
-        looking = [
-            asyncio.ensure_future(self._changed.wait()),
-            asyncio.ensure_future(self.master.events.next(JOB_LOOK_S)),
-        ]
-        await asyncio.wait(looking, return_when=asyncio.FIRST_COMPLETED)
-        for each in looking:
-            each.cancel()
-        await asyncio.wait(looking)
-        self._changed.clear()
 
     # ---------------------------------------------------------------- leaving
 

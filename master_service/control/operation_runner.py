@@ -16,7 +16,7 @@ from master_service.core.decisions import evaluation, operations, recovery, resi
 from master_service.core.decisions.requests import Once
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
-from master_service.store.writer import Writer
+from master_service.store.writer import Writer, is_due
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.platform.runtime.containment import LongLivedGroup
@@ -26,7 +26,7 @@ from trireme_shared.protocol.records.cluster import Kind
 from trireme_shared.protocol.records.operations import Operation, OperationKind, ResizePrediction, Strategy
 
 LIMIT_S = 600.0
-TICK_S = 1.0
+TICK_S, IDLE_S = 1.0, 5.0
 PAUSE_S = 0.5
 STORAGE_TRIES = 4
 
@@ -162,17 +162,23 @@ class OperationRunner:
             group.create_task(self._read_files())
 
     async def _advance_all(self) -> None:
-        """At each change, and once a second for the limits: no operation waits for ever."""
+        """At each change, and once a second for the limits: no operation waits for ever. Without operations
+        it looks rarely: a leader has many jobs."""
         while True:
-            await event_within(self._changed, TICK_S)
+            await event_within(self._changed, TICK_S if self._writer.job.operations.running() else IDLE_S)
             self._changed.clear()
             await self._advance(clock.timestamp())
 
     async def _advance(self, stamp: str) -> None:
-        await self._writer.decide(lambda job, _: operations.ask_for_draining(job, stamp))
-        await self._writer.decide(lambda job, _: operations.advance(job, stamp))
-        await self._writer.decide(lambda job, now: operations.tick(job, now, stamp))
-        await self._writer.decide(lambda job, _: operations.begin_next(job))
+        decisions: tuple[Callable[[Job, float], Decision[None]], ...] = (
+            lambda job, _: operations.ask_for_draining(job, stamp),
+            lambda job, _: operations.advance(job, stamp),
+            lambda job, now: operations.tick(job, now, stamp),
+            lambda job, _: operations.begin_next(job),
+        )
+        for decision in decisions:
+            if is_due(self._writer, decision):
+                await self._writer.decide(decision)
 
     async def _read_files(self) -> None:
         while True:
@@ -182,7 +188,7 @@ class OperationRunner:
                 if operation.kind in operations.READS_FILES and not operation.timeline
             ]
             if not waiting or self._writer.job.state.phase is Phase.CHECKPOINTING:
-                await self._events.next(TICK_S)
+                await self._events.next(TICK_S if waiting else IDLE_S)
                 continue
             await self._verify(waiting[0])
 

@@ -60,6 +60,11 @@ class FrozenPservers:
     def __repr__(self) -> str:
         return f"<FrozenPservers: {sorted(self._silent)} were silent, the limit is {self.limit_s:g} s>"
 
+    @property
+    def are_silent(self) -> bool:
+        """Whether the next pause waits for one that was silent in the last one."""
+        return bool(self._silent)
+
     def begin(self, pservers: Mapping[int, PserverMember], now: float) -> None:
         """A pause begins."""
         self._begun = self._cut = now
@@ -107,6 +112,8 @@ class FrozenPservers:
 
 
 LOOK_S = 0.25
+# while the job trains and nothing is due: a leader has many jobs. An evaluation is due without an event
+QUIET_S, EVALUATING_S = 5.0, 1.0
 ANSWER_S = 1.0  # trainers that have not paused by then are left out of the pause
 COPY_LIMIT_S = 60.0  # of those that say that they are copying: it takes as long as memory does
 SOON_S = 0.01
@@ -127,8 +134,8 @@ def seconds_between(every_s: float, copy_s: float = 0.0, frozen_s: float = 0.0) 
 
 
 class PauseRunner:
-    """Of one term. `look_again` after each change of the members. `on_end` is called after each pause:
-    changes of the members during the pause are not handled yet."""
+    """Of one term. `look_again` after each change of the members and each event. `on_end` is called after
+    each pause: changes of the members during the pause are not handled yet."""
 
     def __init__(
         self, etcd: Etcd, keys: Keys, writer: Writer, lease: Lease, on_end: Callable[[], None]
@@ -178,12 +185,21 @@ class PauseRunner:
 
     def _look_s(self) -> float:
         """Until the next look: a pause waits no longer for anybody than it has to."""
-        saving, now = self._job.state.saving, clock.monotonic()
+        state, now = self._job.state, clock.monotonic()
+        saving = state.saving
         if self._begun is None or saving is None:
-            return LOOK_S
+            waits = state.phase is not Phase.RUNNING or self._frozen.are_silent
+            return LOOK_S if waits else self._quiet_s(now)
         waiting = pause_checkpoint.still_copying(self._job)
         due = [self._frozen.deadline(index) for index in waiting] if saving.cut else [self._since + ANSWER_S]
         return max(SOON_S, min([LOOK_S, *(at - now for at in due)]))
+
+    def _quiet_s(self, now: float) -> float:
+        """Until time alone makes a checkpoint due."""
+        spec = self._job.spec
+        every_s, quiet_s = spec.checkpoint_every_seconds, EVALUATING_S if spec.evaluate_every else QUIET_S
+        times = [self._not_before, self._last + every_s if every_s else 0.0]
+        return min([quiet_s, *(at - now for at in times if at > now)])
 
     def _due(self) -> str:
         """Why a checkpoint is to be taken now, or ""."""

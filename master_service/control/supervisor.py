@@ -53,7 +53,7 @@ from master_service.core.placement import FORGOTTEN_AFTER
 from master_service.core.state.job import Job, Members
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import JobStorage
-from master_service.store.writer import HeldLock, Writer, read_checkpoints
+from master_service.store.writer import HeldLock, Writer, is_due, read_checkpoints
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.reading import read_record
 from trireme_shared.platform.membership.directory import may_return_s
@@ -81,7 +81,7 @@ from trireme_shared.protocol.records.checkpoints import (
 from trireme_shared.protocol.records.members import pserver_names
 from trireme_shared.protocol.records.setting_effects import without_effect
 
-SWEEP_S = 1.0
+SWEEP_S, LONGEST_SWEEP_S = 1.0, 5.0
 PAUSE_S = 0.5
 SHORTEST_WAIT_S = 0.01
 PROBE_S = 0.5  # a process that is dead is refused at once
@@ -144,8 +144,13 @@ class Supervisor:
         self._events.add(membership.storage_events(self._told, members))
         self._writer.job.members = self._told = members
         self._changed.set()
-        self._pauses.look_again()
         self._evaluations.look_again()
+        self.look_again()
+        self._events.announce(())
+
+    def look_again(self) -> None:
+        """Something has happened that was told as an event: operations and pauses may wait for it."""
+        self._pauses.look_again()
         self.operations.look_again()
 
     async def _evict(self, trainer: str, reason: str) -> None:
@@ -256,12 +261,16 @@ class Supervisor:
                 self._changed.set()
 
     async def _sweep(self) -> None:
-        interval = min(SWEEP_S, self._writer.job.spec.task_timeout_floor_s / 4)
+        # no task has less time than the floor: a twentieth of it is no delay
+        floor_s = self._writer.job.spec.task_timeout_floor_s
+        interval = min(floor_s / 4, max(SWEEP_S, min(LONGEST_SWEEP_S, floor_s / 20)))
         while True:
             await asyncio.sleep(interval)
             await self.recovery.give_up_late()
             if found := tasks.find_late(self._writer.job, clock.monotonic()):
                 self._on_late(found)
+            if not is_due(self._writer, tasks.expire):
+                continue
             late = await self._writer.decide(tasks.expire)
             if not late:
                 continue

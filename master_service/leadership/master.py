@@ -78,10 +78,15 @@ from trireme_shared.protocol.records import (
     TaskMeta,
     UserFailure,
 )
-from trireme_shared.protocol.records.assignments import GivenNumbers
+from trireme_shared.protocol.records.assignments import GivenNumbers, SlotMap
 from trireme_shared.protocol.records.datasets import Dataset
+from trireme_shared.protocol.records.operations import Operation
 
 log = telemetry.logger("master")
+
+
+#: Changes that parts of the leader wait for, also those that no event tells of.
+LOOKED_AT = (JobState, JobSpec, SlotMap, Operation)
 
 
 class Term:
@@ -182,6 +187,9 @@ class Term:
                 self.series.note_result(change.result.metrics, change.timeline)
             if isinstance(change, Evaluation):
                 self.series.note_evaluation(change)
+        if any(isinstance(change, LOOKED_AT) for change in changes):
+            self._supervisor.look_again()
+            self._events.announce(())
         freed = freed_by(changes)
         if freed is None:
             self.asks.changed()
@@ -191,7 +199,7 @@ class Term:
     def _on_events(self, events: Sequence[Event]) -> None:
         self._events.announce(events)
         if events:
-            self.operations.look_again()
+            self._supervisor.look_again()
 
 
 @dataclass(eq=False, repr=False)

@@ -114,6 +114,13 @@ class Writer(Protocol):
         ...
 
 
+def is_due(writer: Writer, decision: Callable[[Job, float], Decision[object]]) -> bool:
+    """Whether the decision would change or tell something now. Whoever decides again and again, for many jobs
+    that stand as they stood, asks this first: a turn of the writer costs many times as much."""
+    decided = decision(writer.job, clock.monotonic())
+    return bool(decided.changes or decided.events)
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     decide: Callable[[Job, float], Decision[Any]]
@@ -356,6 +363,11 @@ class MasterWriter(GroupCommit):
             await self._wake.wait()
             return
         group = self._decide_waiting(self._job)
+        if not group.writes and not self._under_way:  # etcd has all that it was decided on
+            self._check_lease()
+            self._answered_group(group)
+            self._taken.clear()
+            return
         self._taken.clear()
         fence = [*self.fence(self._last), *group.fence]
         commit = _Commit(ids.new_id("commit").encode(), fence, group)
@@ -384,11 +396,14 @@ class MasterWriter(GroupCommit):
         self._under_way.popleft()
         commit.landed.set()
         self._wake.set()
-        self._answer(commit.group)
-        self._on_changes(commit.group.changes)
+        self._answered_group(commit.group)
         for future in commit.followed:
             if not future.done():
                 future.set_result(None)
+
+    def _answered_group(self, group: Group) -> None:
+        self._answer(group)
+        self._on_changes(group.changes)
 
     async def _land(self, commit: _Commit, before: _Commit | None) -> None:
         """Until it has landed, once. Raises LockLost."""

@@ -245,18 +245,23 @@ async def delete_job(
     return await asking.begin(lambda _: cluster.begin_delete(job, expected, asking.by))
 
 
-@pool.get("/pool", operation_id="getPool")
-async def get_pool(cluster: ClusterOf) -> PoolView:
+@pool.get("/pool", operation_id="getPool", response_model=PoolView)
+async def get_pool(cluster: ClusterOf, request: Request) -> Response:
     """How many members there are, and how many the jobs need: for whoever adds members."""
-    return pool_view(cluster.term)
+    term, rendered = cluster.term, request.app.state.rendered_pool
+    content = rendered.content(term, None, partial(pool_view, term))
+    return Response(content, media_type="application/json")
 
 
-@pool.get("/pool-members", operation_id="listPoolMembers")
+@pool.get("/pool-members", operation_id="listPoolMembers", response_model=PoolMemberPage)
 async def list_pool_members(
-    cluster: ClusterOf, page_size: PageSize = 100, page_token: PageToken = ""
-) -> PoolMemberPage:
+    cluster: ClusterOf, request: Request, page_size: PageSize = 100, page_token: PageToken = ""
+) -> Response:
     """The places for trainers and parameter servers, idle or assigned."""
-    return pool_member_page(cluster.term, page_size, page_token)
+    term, rendered = cluster.term, request.app.state.rendered_pool
+    page = partial(pool_member_page, term, page_size, page_token)
+    content = rendered.content(term, (page_size, page_token), page)
+    return Response(content, media_type="application/json")
 
 
 @pool.get("/pool-members/{member}", operation_id="getPoolMember", response_model=PoolMemberView)

@@ -6,8 +6,9 @@ The functions at the end tell how the pre- and post-tasks of a job stand, by its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeVar
 
 from master_service.core.changes import Decision, DropAnswer, DropEvents, PutEvents
@@ -29,6 +30,8 @@ from trireme_shared.protocol.records.operations import KeptAnswer, Operation
 
 A = TypeVar("A")
 Place = tuple[Kind, str]  # kind and id of a pool member
+Places = dict[Kind, tuple[Place, ...]]
+KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +156,18 @@ class ClusterState:
     gone_since: dict[Place, float] = field(default_factory=dict)
     unfit: dict[Place, dict[tuple[str, int], str]] = field(default_factory=dict)
     events: EventLog = field(default_factory=EventLog)
+    #: How many changes were applied.
+    decided: int = field(default=0, init=False, repr=False, compare=False)
     #: (job, kind) -> the places that train it, of `assignments`.
     _trains: dict[tuple[str, Kind], dict[Place, None]] = field(default_factory=dict, init=False, repr=False)
+    #: The places that run tasks, of `assignments`.
+    _tasked: dict[Place, None] = field(default_factory=dict, init=False, repr=False)
     #: Job -> another object after each change of its places.
     _revisions: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: By job: what `settled` answered for this record and this revision.
+    _settled: dict[str, tuple[ClusterJob, object, Places | None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __repr__(self) -> str:
         return (
@@ -214,9 +225,36 @@ class ClusterState:
         """The places that train it; not those that run its tasks."""
         return list(self._trains.get((job, kind), ()))
 
+    def assigned_to_others(self, jobs: Collection[str]) -> list[Place]:
+        """The assigned places that train none of these jobs, in order."""
+        of_others = (places for (job, _), places in self._trains.items() if job not in jobs)
+        return sorted([*chain.from_iterable(of_others), *self._tasked])
+
     def revision_of(self, job: str) -> object:
-        """The same object as long as its places, and what their members run, are the same."""
+        """The same object as long as its places, their drains, and what their members run, are the same."""
         return self._revisions.get(job)
+
+    def settled(self, job: ClusterJob) -> Places | None:
+        """The places that train an ACTIVE job, by kind, if all their members are there and go on with it.
+        None: they have to be looked at one by one. A cluster has thousands, and few change at a time."""
+        revision = self._revisions.get(job.job)
+        known = self._settled.get(job.job)
+        if known is None or known[0] is not job or known[1] is not revision:
+            goes_on = job.standing is Standing.ACTIVE and revision is not None
+            found: Places = {kind: tuple(sorted(self._trains.get((job.job, kind), ()))) for kind in KINDS}
+            goes_on &= all(self._goes_on(place, job) for places in found.values() for place in places)
+            known = self._settled[job.job] = job, revision, found if goes_on else None
+        return known[2]
+
+    def _goes_on(self, place: Place, job: ClusterJob) -> bool:
+        held, member = self.assignments[place], self.members.get(place)
+        return (
+            member is not None
+            and self.takes_work(place)
+            and self.fits(place, job)
+            and held.epoch == job.epoch
+            and held.incarnation in ("", member.incarnation)
+        )
 
     def takes_work(self, place: Place) -> bool:
         """Whether there is a member that is not about to leave, and that nobody has drained."""
@@ -238,8 +276,7 @@ class ClusterState:
     def see(self, place: Place, member: PoolMember | None, now: float) -> None:
         """In place: the watch saw this registration, or (None) that there is none any more. `now`: monotonic,
         s."""
-        if (held := self.assignments.get(place)) is not None:
-            self._changed(held.job)
+        self._changed_at(place)
         if member is None:
             self.members.pop(place, None)
             if place in self.assignments:
@@ -256,6 +293,7 @@ class ClusterState:
 
     def apply(self, change: ClusterChange, now: float) -> None:
         """In place. `now`: monotonic, s."""
+        self.decided += 1
         match change:
             case PutJob(job):
                 self.jobs[job.job] = job
@@ -263,6 +301,7 @@ class ClusterState:
                 self.jobs.pop(job, None)
                 self.task_runs.pop(job, None)
                 self._revisions.pop(job, None)
+                self._settled.pop(job, None)
                 self.tasks_written.pop(job, None)
             case PutTaskRun(run):
                 self.task_runs.setdefault(run.job, {})[run.name] = run
@@ -271,7 +310,9 @@ class ClusterState:
                 self._unassign(place)
                 self.assignments[place] = assignment
                 self._changed(assignment.job)
-                if not assignment.task:
+                if assignment.task:
+                    self._tasked[place] = None
+                else:
                     self._trains.setdefault((assignment.job, place[0]), {})[place] = None
                 self.moved[place] = now
                 if place not in self.members:
@@ -283,8 +324,10 @@ class ClusterState:
                     self._forget(place)
             case PutDrain(place, drain):
                 self.drains[place] = drain
+                self._changed_at(place)
             case DropDrain(place):
                 self.drains.pop(place, None)
+                self._changed_at(place)
             case PutSchedule(schedule):
                 self.schedules[schedule.name] = schedule
             case DropSchedule(name):
@@ -308,11 +351,17 @@ class ClusterState:
         if held is None:
             return
         self._changed(held.job)
-        if not held.task:
+        if held.task:
+            del self._tasked[place]
+        else:
             places = self._trains[held.job, place[0]]
             del places[place]
             if not places:
                 del self._trains[held.job, place[0]]
+
+    def _changed_at(self, place: Place) -> None:
+        if (held := self.assignments.get(place)) is not None:
+            self._changed(held.job)
 
     def _changed(self, job: str) -> None:
         if job in self.jobs:

@@ -335,7 +335,7 @@ class Job:
         """While a resize takes some away, those that leave count until their slots have moved."""
         if self.spec.strategy is Strategy.COLLECTIVE:
             return 0  # a slot map may be left of a run with parameter servers
-        return max(self.spec.pservers, max(self.slots.owners, default=-1) + 1 if self.slots else 0)
+        return max(self.spec.pservers, max(self.slots.serving, default=-1) + 1 if self.slots else 0)
 
     @property
     def known_budget(self) -> FailureBudget:

@@ -25,13 +25,10 @@ from schemathesis.generation.stateful.state_machine import normalize_name
 from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance, use_after_free
 from starlette.types import ASGIApp
 
-from master_service.api.app import api_of
+from master_service.api.app import api_of, serve_from
 from master_service.api.middleware import Guarded
-from master_service.api.rendered import RenderedJobs
-from master_service.api.routes.jobs import listed_view
 from master_service.api.routes.logs import LogSource
 from master_service.api.routes.tasks import DirectTaskLeases
-from master_service.api.server_sent import Streams
 from master_service.cluster.leader import ClusterMaster
 from tests.equipment.logs import configured
 from tests.equipment.quick_draws import quick_draws
@@ -75,8 +72,7 @@ class Loop(VirtualLoop):
 def app_of(leader: ClusterMaster, logs: LogSource) -> ASGIApp:
     """As make_app does; but FastAPI reads the routes once, for all worlds."""
     api = _api()
-    api.state.jobs, api.state.streams, api.state.logs = leader, Streams(), logs
-    api.state.rendered_jobs = RenderedJobs(listed_view)
+    serve_from(api, leader, logs)
     return Guarded(DirectTaskLeases(api, leader), Access())
 
 
@@ -121,7 +117,11 @@ class World:
         steps = [{"step": 1, "epoch": 0, "loss_sum": 1.5, "records": 8}]
         await self._post(f"{job}/metric-batches", {"trainer": trainer, "steps": steps})
         generation = leader.find(RUNNING).job.state.generation
-        ask = {"trainer": trainer, "generation": generation}
+        ask = {
+            "trainer": trainer,
+            "generation": generation,
+            "wait_s": 20,
+        }  # its first checkpoint may pause it
         task = (await self._post(f"{job}/task-leases", {**ask, "request": "fuzz"}))["task"]
         skipped = (await self._post(f"{job}/task-leases", {**ask, "request": "skipped"}))["task"]["task_id"]
         await self._post(f"{job}/tasks/{skipped}/skip")

@@ -15,6 +15,7 @@ from tests.equipment.drawn_records import all_records, drawn
 from trireme.client import CreateJob, JobSettings
 from trireme.data import TextLines
 from trireme_shared.protocol.records import JobSpec, Record
+from trireme_shared.protocol.records.assignments import SlotMap, TrainerList
 from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule
 from trireme_shared.protocol.records.record import misfits
 from trireme_shared.protocol.wire import messages
@@ -90,8 +91,20 @@ def test_null_is_the_default_wherever_frames_may_have_it():
 
 def test_misfits_tell_numbers_and_choices_and_no_other_text() -> None:
     with pytest.raises(ValidationError) as raised:
-        JobSpec.model_validate({"mode": "semi-synchronous", "lanes": 0, "storage": ["s3://key:secret@bucket"]})
+        JobSpec.model_validate(
+            {"mode": "semi-synchronous", "lanes": 0, "storage": ["s3://key:secret@bucket"]}
+        )
     told = misfits(raised.value)
     assert "mode: Input should be 'sync' or 'async', not 'semi-synchronous'" in told
     assert "lanes: Input should be greater than or equal to 1, not 0" in told
     assert "secret" not in told
+
+
+def test_a_copy_with_other_fields_computes_anew_what_a_record_keeps() -> None:
+    slots = SlotMap(version=1, owners=(0, 0, 1))
+    assert (slots.serving, slots.wanted) == ((0, 1), 2)
+    fewer = slots.with_fields(owners=(0, 0, 0))
+    assert (fewer.serving, fewer.wanted) == ((0,), 1)
+    trainers = TrainerList(names=("a", "b"))
+    assert "b" in trainers
+    assert "b" not in trainers.with_fields(names=("a",))

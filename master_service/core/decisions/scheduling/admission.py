@@ -25,8 +25,10 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from master_service.core.state.cluster import (
+    KINDS,
     ClusterState,
     Place,
     is_task_wanted,
@@ -46,7 +48,6 @@ from trireme_shared.protocol.times import instant
 
 # a member that vanished may come back with its process: its lease ran out, or etcd was silent
 GONE_GRACE_S = 10.0
-KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 WAITED_FOR = {Standing.QUEUED, Standing.ACTIVE, Standing.PAUSED, Standing.UNREADABLE}
 
 
@@ -96,21 +97,32 @@ def look(state: ClusterState, now: float, lost: Collection[Place]) -> PoolView:
         ending={kind: Counter() for kind in KINDS},
         usable=dict.fromkeys(KINDS, 0),
     )
-    for place, held in sorted(state.assignments.items()):
-        _look_at_assignment(view, state, place, held, now, lost)
-    for place, member in sorted(state.members.items()):
+    settled = {}
+    for name, job in state.jobs.items():
+        if (there := state.settled(job)) is not None:
+            settled[name] = there
+            for kind, places in there.items():
+                view.usable[kind] += len(places)
+                if places:
+                    view.held[kind][name] = list(places)
+    others = state.assigned_to_others(settled)
+    for place in others:
+        _look_at_assignment(view, state, place, state.assignments[place], now, lost)
+    free = state.members.keys() - state.assignments.keys()
+    for place in sorted(free.union(place for place in others if place in state.members)):
         if state.takes_work(place) and place not in view.tasked:
             view.usable[place[0]] += 1
-            _look_at_member(view, state, place, member)
+            _look_at_member(view, state, place, state.members[place])
     return view
 
 
 def unfit_counts(state: ClusterState) -> dict[Kind, Counter[str]]:
     """How many members of a kind are of no use for an ACTIVE job's epoch, by job."""
     counts: dict[Kind, Counter[str]] = {kind: Counter() for kind in KINDS}
-    for place, member in state.members.items():
+    for place in state.unfit:
         if not state.takes_work(place):
             continue
+        member = state.members[place]
         for job in {*(start[0] for start in state.unfit.get(place, ())), member.running} & state.jobs.keys():
             counts[place[0]][job] += not state.fits(place, state.jobs[job])
     return counts
@@ -376,19 +388,10 @@ class Admission:
     preempted: dict[str, str] = field(default_factory=dict)
 
 
-def need(job: ClusterJob) -> dict[Kind, int]:
-    return {"pserver": job.pservers_wanted, "trainer": job.least_trainers}
-
-
-def in_turn(job: ClusterJob) -> tuple[int, bool, int, str]:
-    """Sorts jobs: those that come first."""
-    return -job.scheduling.priority, job.standing is not Standing.ACTIVE, job.number, job.job
-
-
 def admit(ready: Iterable[ClusterJob], usable: dict[Kind, int], short: set[str]) -> Admission:
     """`ready`: ACTIVE jobs that do not leave, and QUEUED ones whose time has come. `short`: ACTIVE ones below
     their minimum."""
-    jobs = sorted(ready, key=in_turn)
+    jobs = sorted(ready, key=attrgetter("turn"))
     found = Admission(dict(usable), [job for job in jobs if job.standing is Standing.ACTIVE])
     for job in found.running:
         _take(found, job)
@@ -398,13 +401,13 @@ def admit(ready: Iterable[ClusterJob], usable: dict[Kind, int], short: set[str])
         starts = job.standing is not Standing.ACTIVE
         if job.job in found.preempted or not (starts or job.job in short):
             continue
-        needs = need(job) if starts else dict.fromkeys(KINDS, 0)  # an ACTIVE one's were taken above
+        needs = job.needs if starts else dict.fromkeys(KINDS, 0)  # an ACTIVE one's were taken above
         before = _before(job, held_back) if starts else needs
         lacks: dict[Kind, int] = {kind: needs[kind] + before[kind] - found.left[kind] for kind in KINDS}
         for victim in victims.enough_for(job, lacks):
             found.preempted[victim.job] = job.job
             _give(found, victim)
-            lacks = {kind: lacks[kind] - need(victim)[kind] for kind in KINDS}
+            lacks = {kind: lacks[kind] - victim.needs[kind] for kind in KINDS}
         if starts and max(lacks.values()) <= 0:
             found.starting.append(job)
             _take(found, job)
@@ -428,12 +431,12 @@ def _before(job: ClusterJob, held_back: dict[int, dict[Kind, int]]) -> dict[Kind
 
 
 def _take(found: Admission, job: ClusterJob) -> None:
-    for kind, count in need(job).items():
+    for kind, count in job.needs.items():
         found.left[kind] -= count
 
 
 def _give(found: Admission, job: ClusterJob) -> None:
-    for kind, count in need(job).items():
+    for kind, count in job.needs.items():
         found.left[kind] += count
 
 
@@ -459,9 +462,9 @@ class _Victims:
             if max(lacks.values()) <= 0:
                 break
             taken.append(job)
-            lacks = {kind: lacks[kind] - need(job)[kind] for kind in KINDS}
+            lacks = {kind: lacks[kind] - job.needs[kind] for kind in KINDS}
         for job in list(taken):  # not those whose members turned out not to be needed
-            without = {kind: lacks[kind] + need(job)[kind] for kind in KINDS}
+            without = {kind: lacks[kind] + job.needs[kind] for kind in KINDS}
             if max(without.values()) <= 0:
                 taken.remove(job)
                 lacks = without
@@ -472,7 +475,7 @@ class _Victims:
         return taken
 
     def _count(self, job: ClusterJob, sign: int) -> None:
-        for kind, count in need(job).items():
+        for kind, count in job.needs.items():
             self._needs[job.scheduling.priority][kind] += sign * count
 
 

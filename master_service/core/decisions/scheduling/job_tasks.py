@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from master_service.core.changes import Event
-from master_service.core.decisions.scheduling.admission import PoolView, in_turn
+from master_service.core.decisions.scheduling.admission import PoolView
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterState,
@@ -82,7 +83,7 @@ class _Turn:
                     self._end(run)
                     ended += 1
         post = [job for job in self.state.jobs.values() if job.standing.final and job.spec.post_tasks]
-        due = [job for job in sorted([*ready, *post], key=in_turn) if self._is_due(job)]
+        due = [job for job in sorted([*ready, *post], key=attrgetter("turn")) if self._is_due(job)]
         self._start(due)
         return self.turn
 

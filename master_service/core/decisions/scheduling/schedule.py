@@ -13,26 +13,25 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions.scheduling.admission import (
-    KINDS,
     Admission,
     Claim,
     IdlePlaces,
     PoolView,
     admit,
     hosts_of,
-    in_turn,
     look,
     named,
-    need,
     readiness,
     shares,
     unfit_counts,
 )
 from master_service.core.decisions.scheduling.job_tasks import TaskTurn, take_turn
 from master_service.core.state.cluster import (
+    KINDS,
     ClusterChange,
     ClusterDecision,
     ClusterState,
@@ -119,7 +118,7 @@ class _Making:
         started = self._give_minimum(admission)
         if started:
             admission.starting = [job for job in admission.starting if job.job not in self.jobs]
-            admission.running = sorted([*admission.running, *started], key=in_turn)
+            admission.running = sorted([*admission.running, *started], key=attrgetter("turn"))
             targets = self._targets(admission.running, admission.starting)
             self._release(admission.running, targets, urgent=True)
         self._give_above_minimum(admission.running, targets)
@@ -180,7 +179,7 @@ class _Making:
     # -------------------------------------------------------------- how many
 
     def _short(self, job: ClusterJob) -> bool:
-        return any(len(self.view.holds(kind, job.job)) < need(job)[kind] for kind in KINDS)
+        return any(len(self.view.holds(kind, job.job)) < job.needs[kind] for kind in KINDS)
 
     def _targets(self, running: list[ClusterJob], starting: list[ClusterJob]) -> dict[str, int]:
         """A job that has not started yet claims its least number only: nobody gives up more before it can be
@@ -212,8 +211,8 @@ class _Making:
         yet have what is idle kept for them. Answers the started ones."""
         left = {kind: len(self.view.idle[kind]) for kind in KINDS}
         started = []
-        for job in sorted([*admission.running, *admission.starting], key=in_turn):
-            needs = need(job)
+        for job in sorted([*admission.running, *admission.starting], key=attrgetter("turn")):
+            needs = job.needs
             starts = job.standing is not Standing.ACTIVE
             if starts and all(needs[kind] <= left[kind] for kind in KINDS):
                 started.append(self._start(job))
@@ -474,12 +473,12 @@ def reasons_of_waiting(view: PoolView, admission: Admission) -> Iterator[tuple[C
     others = [job.job for job in (*admission.running, *admission.starting)]
     first: ClusterJob | None = None  # that waits for members which the pool has
     for number, job in enumerate(admission.waiting):
-        if too_many := [kind for kind in KINDS if need(job)[kind] > view.usable[kind]]:
+        if too_many := [kind for kind in KINDS if job.needs[kind] > view.usable[kind]]:
             kind = too_many[0]
             yield (
                 job,
                 (
-                    f"needs {in_words(kind, need(job)[kind])}; the pool has {view.usable[kind]}: more "
+                    f"needs {in_words(kind, job.needs[kind])}; the pool has {view.usable[kind]}: more "
                     "must join it"
                 ),
             )
@@ -492,12 +491,12 @@ def reasons_of_waiting(view: PoolView, admission: Admission) -> Iterator[tuple[C
 
 def reason_of_starting(job: ClusterJob, view: PoolView) -> str:
     """The pool has enough for it, but some still work for others."""
-    lacking = [kind for kind in KINDS if len(view.idle[kind]) < need(job)[kind]]
+    lacking = [kind for kind in KINDS if len(view.idle[kind]) < job.needs[kind]]
     kind = lacking[0] if lacking else KINDS[-1]
     ending = sorted(view.ending[kind])
     by = f"; processes of {named(ending)} end" if ending else ""
     return (
-        f"waits for {in_words(kind, need(job)[kind])}; {len(view.idle[kind])} of {view.usable[kind]} "
+        f"waits for {in_words(kind, job.needs[kind])}; {len(view.idle[kind])} of {view.usable[kind]} "
         f"can be had at once{by}"
     )
 
@@ -505,11 +504,11 @@ def reason_of_starting(job: ClusterJob, view: PoolView) -> str:
 def reason_of_short(job: ClusterJob, view: PoolView) -> str:
     """An ACTIVE job has less than its minimum. Empty: it has it."""
     for kind in KINDS:
-        lacks = need(job)[kind] - len(view.holds(kind, job.job))
+        lacks = job.needs[kind] - len(view.holds(kind, job.job))
         if lacks > 0:
             idle = len(view.idle[kind])
             of = f"{idle} of {view.usable[kind]} in the pool {'is' if idle == 1 else 'are'} idle"
-            return f"{LACKS}{lacks} of {in_words(kind, need(job)[kind])}; {of}"
+            return f"{LACKS}{lacks} of {in_words(kind, job.needs[kind])}; {of}"
     return ""
 
 
@@ -530,7 +529,7 @@ def who_has(state: ClusterState, name: str, kind: Kind) -> str:
     held = Counter(
         held.job for place, held in state.assignments.items() if place[0] == kind and held.job != name
     )
-    others = sorted((state.jobs[other] for other in held if other in state.jobs), key=in_turn)
+    others = sorted((state.jobs[other] for other in held if other in state.jobs), key=attrgetter("turn"))
     mine = job.scheduling.priority
     parts = [f"job {each.job} of {_priority(each, mine)} has {held[each.job]}" for each in others[:HOLDERS]]
     more = (
@@ -550,7 +549,7 @@ def _priority(job: ClusterJob, mine: int) -> str:
 
 def _lacks(job: ClusterJob, view: PoolView, admission: Admission, others: list[str]) -> str:
     for kind in KINDS:
-        needs, free, there = need(job)[kind], max(0, admission.left[kind]), view.usable[kind]
+        needs, free, there = job.needs[kind], max(0, admission.left[kind]), view.usable[kind]
         if needs > free:
             have = f"{named(others)} {'has' if len(others) == 1 else 'have'} the others"
             words = f"{free} of {there} {'is' if free == 1 else 'are'} free"
@@ -564,15 +563,15 @@ def _lacks(job: ClusterJob, view: PoolView, admission: Admission, others: list[s
 def _behind(job: ClusterJob, first: ClusterJob | None, view: PoolView, admission: Admission) -> str:
     ahead = f"job {first.job}" if first else "another job"
     kind: Kind = "pserver"
-    if not need(job)["pserver"] or (first and need(first)["pserver"] <= max(0, admission.left["pserver"])):
+    if not job.needs["pserver"] or (first and first.needs["pserver"] <= max(0, admission.left["pserver"])):
         kind = "trainer"
     free = max(0, admission.left[kind])
     wants = (
-        f"which comes first and waits for {in_words(kind, need(first)[kind])}"
+        f"which comes first and waits for {in_words(kind, first.needs[kind])}"
         if first
         else "which comes first"
     )
     return (
-        f"waits for {in_words(kind, need(job)[kind])} behind {ahead}, {wants}; {free} of "
+        f"waits for {in_words(kind, job.needs[kind])} behind {ahead}, {wants}; {free} of "
         f"{view.usable[kind]} can be had"
     )

@@ -8,6 +8,9 @@ errors are here.
                             --any other failure--> error; the next call goes to the next endpoint
     stream -> messages ... quiet for QUIET_S --the endpoint answers something else--> only quiet
                                              --nothing at all--> broken
+At most IN_FLIGHT requests are under way; the others wait for their turn, in order, with all of their time still
+before them: a leader of a thousand jobs that counted the wait would give up requests that etcd never saw, and
+send them again. What a lease depends on does not wait.
 An answer with another cluster_id, or with a lower raft_term than seen before, is rejected. In the gateway's
 JSON bytes are base64, int64 are decimal strings, and zero values are absent (`encode`, `decode`).
 """
@@ -37,7 +40,17 @@ from trireme_shared.platform.etcd.errors import (
     of_answer,
     unanswered,
 )
-from trireme_shared.platform.etcd.operations import AUTHENTICATE, STATUS, WATCH, Body, is_write
+from trireme_shared.platform.etcd.operations import (
+    AUTHENTICATE,
+    GRANT,
+    KEEP_ALIVE,
+    REVOKE,
+    STATUS,
+    TIME_TO_LIVE,
+    WATCH,
+    Body,
+    is_write,
+)
 from trireme_shared.platform.etcd.shared_watches import SharedWatches
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.telemetry import without_user
@@ -47,6 +60,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 CONNECT_TIMEOUT_S = 1.0
+IN_FLIGHT = 32
+AT_ONCE = frozenset({GRANT, REVOKE, KEEP_ALIVE, TIME_TO_LIVE, STATUS, AUTHENTICATE})
 QUIET_S = 3.0  # of a stream; then somebody asks whether the endpoint answers at all
 PROBE_S = 1.0
 MUTE = 3
@@ -128,6 +143,7 @@ class Etcd3Transport:
         self._closed = False
         self._shares = share_watches
         self._shared: SharedWatches | None = None
+        self._turns = asyncio.Semaphore(IN_FLIGHT)
         self._mute = 0  # streams of shared watches in a row on which nothing came, though etcd answers
 
     def __repr__(self) -> str:
@@ -136,6 +152,20 @@ class Etcd3Transport:
     # ------------------------------------------------------------ the port
 
     async def call(self, method: str, body: Body, timeout_s: float) -> Body:
+        if method in AT_ONCE:
+            return await self._called(method, body, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            msg = f"etcd {method} was not sent: {IN_FLIGHT} requests before it took longer than {timeout_s:.3g} s"
+            raise Retryable(msg) from None
+        try:
+            return await self._called(method, body, timeout_s)
+        finally:
+            self._turns.release()
+
+    async def _called(self, method: str, body: Body, timeout_s: float) -> Body:
         write = is_write(method, body)
         where = f"etcd {method}"
         try:
@@ -287,7 +317,7 @@ class Etcd3Transport:
             raise Fatal("the etcd client is closed")
         if not self._endpoints:
             for url in self.urls:
-                unary, streams = _session(url, self._ssl, limit=32), _session(url, self._ssl, limit=0)
+                unary, streams = _session(url, self._ssl), _session(url, self._ssl)
                 self._sessions += (unary, streams)
                 self._endpoints.append(_Endpoint(url, RawClient(url, unary), RawClient(url, streams)))
         return self.current, self._endpoints[self.current]
@@ -417,12 +447,12 @@ def _unwrapped(document: Any, where: str, *, write: bool) -> Body:
     return result
 
 
-def _session(url: str, context: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
+def _session(url: str, context: ssl.SSLContext | None) -> aiohttp.ClientSession:
     connector: aiohttp.BaseConnector
     if urlsplit(url).scheme == UNIX:
-        connector = aiohttp.UnixConnector(urlsplit(url).path, limit=limit)
+        connector = aiohttp.UnixConnector(urlsplit(url).path, limit=0)
     else:
-        connector = aiohttp.TCPConnector(limit=limit, ssl=context if context is not None else True)
+        connector = aiohttp.TCPConnector(limit=0, ssl=context if context is not None else True)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
 

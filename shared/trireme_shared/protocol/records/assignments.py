@@ -139,12 +139,12 @@ class SlotMap(Record):
     owners: tuple[int, ...]
     pservers: int = 0
 
-    @property
+    @cached_property
     def wanted(self) -> int:
         """How many parameter servers the map is made for."""
         return self.pservers or max(self.owners) + 1
 
-    @property
+    @cached_property
     def serving(self) -> tuple[int, ...]:
         """Indices of the parameter servers that have slots, in order."""
         return tuple(sorted(set(self.owners)))

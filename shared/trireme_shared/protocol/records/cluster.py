@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -174,21 +175,31 @@ class ClusterJob(Record):
     start_time: str = ""
     end_time: str = ""
 
-    @property
+    @cached_property
     def most_trainers(self) -> int:
         """At most so many trainers are of use, or allowed."""
         lanes = self.spec.lanes if self.spec.mode == "sync" else 10_000
         most = self.scheduling.max_trainers if self.trainers is None else self.trainers
         return lanes if most is None else min(most, lanes)
 
-    @property
+    @cached_property
     def least_trainers(self) -> int:
         """It starts with no fewer trainers, and keeps them unless it is preempted."""
         return min(max(self.scheduling.min_trainers, self.spec.min_members), self.most_trainers)
 
-    @property
+    @cached_property
     def pservers_wanted(self) -> int:
         return self.spec.pservers if self.pservers is None else self.pservers
+
+    @cached_property
+    def needs(self) -> dict[Kind, int]:
+        """What it starts with, and keeps."""
+        return {"pserver": self.pservers_wanted, "trainer": self.least_trainers}
+
+    @cached_property
+    def turn(self) -> tuple[int, bool, int, str]:
+        """Sorts jobs: those that come first."""
+        return -self.scheduling.priority, self.standing is not Standing.ACTIVE, self.number, self.job
 
     @property
     def leaving(self) -> bool:

@@ -4,7 +4,8 @@ they enter."""
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Mapping
+from functools import cache, cached_property, partial
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -42,6 +43,24 @@ class Record(BaseModel):
         """Return a copy in which `fields` have these values. mypy checks their names and types
         (tests/tidy/typed_copies.py), so no value is validated again."""
         return self.model_copy(update=fields)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, but what a `cached_property` has computed from the old fields is not copied."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in _computed_once(type(self)):
+            copy.__dict__.pop(name, None)
+        return copy
+
+
+@cache
+def _computed_once(kind: type[Record]) -> tuple[str, ...]:
+    """Names of its `cached_property`s."""
+    return tuple(
+        name
+        for each in kind.__mro__
+        for name, value in vars(each).items()
+        if isinstance(value, cached_property)
+    )
 
 
 def _has_unknown(value: Any) -> bool:

@@ -1,0 +1,45 @@
+"""Garbage collections of a process that leads many jobs: seldom long.
+
+what a deleted job leaves refers to itself in circles, 50 KiB each ─► all objects are looked through after
+THRESHOLDS new ones, if a quarter is new
+a thousand jobs are led ─► that takes a second, in which nobody gets an answer
+    ─► who survives a long one is set aside, and the next ones look only at what came since
+    ─► after ALL_S all are looked at again
+"""
+
+from __future__ import annotations
+
+import gc
+
+from trireme_shared.platform.runtime import clock
+
+# with Python's 10 instead of 1, or rarer small collections, what deleted jobs left lies about for hundreds of
+# jobs
+THRESHOLDS = 2_000, 5, 1
+LONG_S = 0.1
+ALL_S = 600.0
+
+
+class Collections:
+    """Of this process, from `begin` on."""
+
+    def __init__(self) -> None:
+        self._began = self._set_aside = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Collections: {gc.get_freeze_count()} objects are set aside>"
+
+    def begin(self) -> None:
+        gc.set_threshold(*THRESHOLDS)
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        now = clock.monotonic()
+        if phase == "start":
+            self._began = now
+        elif info["generation"] == 2 and now - self._began > LONG_S:
+            gc.freeze()
+            self._set_aside = now
+        elif self._set_aside and now - self._set_aside > ALL_S:
+            gc.unfreeze()  # the next collection of all objects, soon, looks at these
+            self._set_aside = 0.0
