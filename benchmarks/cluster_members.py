@@ -10,6 +10,7 @@ viewer holds the stream of one job's; every second one of a job that has ended. 
 
     late         by how much the leader's loop wakes too late (it sleeps for 2 ms at a time)
     schedule     a place joins `--changes` times: from its key in etcd to its assignment
+    etcd alone   after each of them: from a key in etcd until its watch tells it; a schedule needs that twice
     jobs listed  how long a dashboard waits for its page of jobs
     descriptors, MiB  of the leader
 """
@@ -63,6 +64,7 @@ class Found:
     late_ms: tuple[float, float]
     worked_ms: tuple[float, float]
     schedule_ms: tuple[float, float, float]
+    etcd_alone_ms: tuple[float, float, float]
     listed_ms: tuple[float, float, float]
     descriptors: int
     descriptors_of_etcd: int
@@ -242,10 +244,11 @@ class Lookers:
             await asyncio.sleep(LOOK_S)
 
 
-async def schedule_times(cluster: Cluster) -> list[float]:
-    """Seconds from a place's key to its assignment."""
+async def schedule_times(cluster: Cluster) -> tuple[list[float], list[float]]:
+    """Seconds from a place's key to its assignment, and from another key until its watch tells it."""
     given, keys = cluster.given, cluster.keys
-    lease, times = await cluster.etcd.grant(TTL_S + given.seconds), []
+    lease = await cluster.etcd.grant(TTL_S + given.seconds)
+    times, alone = list[float](), list[float]()
     for number in range(given.changes):
         name = f"new-{number}"
         member = PoolMember(
@@ -258,8 +261,14 @@ async def schedule_times(cluster: Cluster) -> list[float]:
             await cluster.etcd.put(keys.member("trainer", name), member.to_bytes(), lease.id)
             await anext(batches)
             times.append(time.monotonic() - begin)
+        async with aclosing(cluster.etcd.watch("/benchmark")) as batches, asyncio.timeout(START_S):
+            await anext(batches)
+            begin = time.monotonic()
+            await cluster.etcd.put("/benchmark", b"")
+            await anext(batches)
+            alone.append(time.monotonic() - begin)
         await asyncio.sleep(given.seconds / given.changes)
-    return times
+    return times, alone
 
 
 async def measure(given: argparse.Namespace) -> Found:
@@ -284,7 +293,7 @@ async def measure(given: argparse.Namespace) -> Found:
             lookers.listed.clear()
             cluster.leader.send_signal(signal.SIGUSR1)
             cpu, watched = cpu_s(cluster.leader.pid), time.monotonic()
-            times = await schedule_times(cluster)
+            times, alone = await schedule_times(cluster)
             cores = (cpu_s(cluster.leader.pid) - cpu) / (time.monotonic() - watched)
             cluster.leader.send_signal(signal.SIGUSR2)
             descriptors = _open_files(cluster.leader.pid), _open_files(cluster.embedded.pid or 0)
@@ -304,6 +313,7 @@ async def measure(given: argparse.Namespace) -> Found:
         late_ms=_in_ms(p99_and_max(probe["lags"])),
         worked_ms=_in_ms(p99_and_max(probe["worked"])),
         schedule_ms=_in_ms((statistics.median(times), *p99_and_max(times))),
+        etcd_alone_ms=_in_ms((statistics.median(alone), *p99_and_max(alone))),
         listed_ms=_in_ms((statistics.median(lookers.listed or [0.0]), *p99_and_max(lookers.listed))),
         descriptors=descriptors[0],
         descriptors_of_etcd=descriptors[1],
@@ -329,6 +339,7 @@ def table(found: Found) -> str:
         "leader's loop late, ms: 99 %, most": f"{found.late_ms[0]:g}, {found.late_ms[1]:g}",
         "of it worked, ms: 99 %, most": f"{found.worked_ms[0]:g}, {found.worked_ms[1]:g}",
         "schedule after a place has joined, ms: median, 99 %, most": ", ".join(map(str, found.schedule_ms)),
+        "etcd alone, ms: median, 99 %, most": ", ".join(map(str, found.etcd_alone_ms)),
         "jobs listed, ms: median, 99 %, most": ", ".join(map(str, found.listed_ms)),
         "descriptors of leader, of etcd": f"{found.descriptors}, {found.descriptors_of_etcd}",
         "leader MiB": f"{found.leader_mib:.0f}",

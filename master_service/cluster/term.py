@@ -60,7 +60,7 @@ from trireme_shared.protocol.times import rfc3339
 
 LOOK_S = 5.0
 GATHER_S = 0.2  # a schedule begins at most so long after the last one, if there is a change that it is for
-AT_ONCE = 32  # jobs that are looked at before others get their turn
+AT_ONCE = 256  # jobs that are looked at before others get their turn
 JOB_LOOK_S = 5.0
 PAUSE_S = 0.5
 SAVE_S = 30.0  # a stop that waits longer for its checkpoint goes back to the one before

@@ -88,6 +88,7 @@ PURE = {
     "heapq",
     "itertools",
     "json",
+    "operator",
     "math",
     "statistics",
     "typing",

@@ -8,9 +8,9 @@ errors are here.
                             --any other failure--> error; the next call goes to the next endpoint
     stream -> messages ... quiet for QUIET_S --the endpoint answers something else--> only quiet
                                              --nothing at all--> broken
-At most IN_FLIGHT requests are under way; the others wait for their turn, in order, with all of their time still
-before them: a leader of a thousand jobs that counted the wait would give up requests that etcd never saw, and
-send them again. What a lease depends on does not wait.
+At most IN_FLIGHT requests are under way; the others wait for their turn, in order, with all of their time
+still before them: a leader of a thousand jobs that counted the wait would give up requests that etcd never
+saw, and send them again. What a lease depends on does not wait.
 An answer with another cluster_id, or with a lower raft_term than seen before, is rejected. In the gateway's
 JSON bytes are base64, int64 are decimal strings, and zero values are absent (`encode`, `decode`).
 """
@@ -158,7 +158,10 @@ class Etcd3Transport:
             async with asyncio.timeout(timeout_s):
                 await self._turns.acquire()
         except TimeoutError:
-            msg = f"etcd {method} was not sent: {IN_FLIGHT} requests before it took longer than {timeout_s:.3g} s"
+            msg = (
+                f"etcd {method} was not sent: the {IN_FLIGHT} requests before it took longer than "
+                f"{timeout_s:.3g} s"
+            )
             raise Retryable(msg) from None
         try:
             return await self._called(method, body, timeout_s)
