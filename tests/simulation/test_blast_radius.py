@@ -32,6 +32,7 @@ CALLS = {
     *("EventFeed.next", "Master.acquire_task", "Master.report_metrics", "Master.complete_task"),
     *("LaneReader._ahead", "Pulls.pull_from", "Pushes._push", "StepRepair.contribute", "AsyncLoop._ahead"),
     *("LaneHelper.help", "_Stream.__anext__"),
+    "Agent.run",  # the process itself, while it leaves
     *("_watch", "MasterWriter._finish", "ClusterTerm._run_job", "CheckedPserver.push", "CheckedPserver.pull"),
 }
 
