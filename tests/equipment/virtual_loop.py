@@ -353,6 +353,13 @@ async def _unwound() -> None:
         if left:
             await asyncio.wait(left, timeout=1.0)
     for task in asyncio.all_tasks():  # a process that died in the moment of its start has run nothing
-        work = task.get_coro()
-        if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-            work.close()
+        _close_unstarted(task.get_coro())
+
+
+def _close_unstarted(work: object) -> None:
+    """With the coroutines that it was given (`uninterrupted`)."""
+    if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+        given = list(work.cr_frame.f_locals.values())
+        work.close()
+        for each in given:
+            _close_unstarted(each)
