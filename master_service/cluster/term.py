@@ -231,18 +231,21 @@ class ClusterTerm:
                 # awaited before the next round
                 return follow_resize(state, name, live, pservers, held, asked=asked)  # noqa: B023
 
-            if not follow(self.state, clock.monotonic()).answer:
+            deciding = partial(self._follow_resize, follow)
+            followed = await self.contained.once(deciding, f"following the resize of job {name}")
+            if followed is False:
                 self._followed[name] = seen
-                continue
-            deciding, changed = partial(self._follow_resize, follow), True
-            await self.contained.once(deciding, f"following the resize of job {name}")
+            changed = changed or followed is True  # one that failed is tried with the next schedule
         return changed
 
-    async def _follow_resize(self, follow: Callable[[ClusterState, float], ClusterDecision[bool]]) -> None:
+    async def _follow_resize(self, follow: Callable[[ClusterState, float], ClusterDecision[bool]]) -> bool:
+        if not follow(self.state, clock.monotonic()).answer:  # nothing to ask the writer for
+            return False
         try:
-            await self.writer.decide(follow)
+            return await self.writer.decide(follow)
         except TooLarge as error:
             await self._fail_alone(error)
+            return True
 
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Portions]:
         """Writes the first portion."""
