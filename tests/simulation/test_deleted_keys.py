@@ -17,7 +17,7 @@ from tests.simulation.run import Outcome, simulate
 from trireme_shared.platform.membership.directory import OwnKey
 from trireme_shared.protocol.records import Mode, Phase
 
-BOUND_S = 60.0
+BOUND_S = 30.0
 
 
 def deleted(kind: str, mode: Mode) -> Outcome:
@@ -29,10 +29,13 @@ def deleted(kind: str, mode: Mode) -> Outcome:
 
     async def delete(cluster: SimulatedCluster) -> None:
         kinds = cluster.keys.pservers if kind == "pserver" else cluster.keys.trainers
-        # before the first checkpoint, which begins as soon as the job runs
-        begun = (Phase.RUNNING, Phase.CHECKPOINTING)
+        # a parameter server's before the first checkpoint, which begins as soon as the job runs
+        begun, look_s = {
+            "pserver": ((Phase.RUNNING, Phase.CHECKPOINTING), 0.001),
+            "trainer": ((Phase.RUNNING,), 0.02),
+        }[kind]
         while cluster.state.phase not in begun or len(cluster.simulated.names(kinds)) < 2:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(look_s)
         await cluster.etcd.delete(kinds + min(cluster.simulated.names(kinds)))
 
     def open_and_delete(self: SimulatedCluster) -> None:
