@@ -24,9 +24,8 @@ from trireme.launch.fork_server import NEEDS
 from trireme_shared.platform.runtime import service
 
 FILE = "TRIREME_PROBE"
-WITHOUT_METRICS = (
-    "TRIREME_BENCHMARK_WITHOUT_METRICS"  # see without_metrics.py, which a master need not import
-)
+# see without_metrics.py, which a master need not import
+WITHOUT_METRICS = "TRIREME_BENCHMARK_WITHOUT_METRICS"
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ a thousand jobs are led ─► that takes a second, in which nobody gets an answ
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from trireme_shared.platform.runtime import clock
 
@@ -18,6 +20,18 @@ from trireme_shared.platform.runtime import clock
 THRESHOLDS = 2_000, 5, 1
 LONG_S = 0.1
 ALL_S = 600.0
+
+
+@contextmanager
+def put_off() -> Iterator[None]:
+    """No collection meanwhile: for what makes many objects that are gone with it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Collections:

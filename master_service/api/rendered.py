@@ -51,12 +51,10 @@ class RenderedPool:
         now, of = clock.monotonic(), (term, term.state.decided)
         if of != self._of:
             self._of, self._made = of, {}
-        at, content = self._made.get(asked, (-SHOWN_S, b""))
-        if now - at >= SHOWN_S or not content:
-            content = make().model_dump_json().encode()
-            fresh = {key: each for key, each in self._made.items() if now - each[0] < SHOWN_S}
-            self._made = {**fresh, asked: (now, content)}
-        return content
+        if asked not in self._made or now - self._made[asked][0] >= SHOWN_S:
+            self._made = {key: each for key, each in self._made.items() if now - each[0] < SHOWN_S}
+            self._made[asked] = now, make().model_dump_json().encode()
+        return self._made[asked][1]
 
 
 class RenderedJobs:

@@ -16,11 +16,11 @@ again, and a job that cannot be led MOST_FAILURES times in a row is FAILED, with
 from __future__ import annotations
 
 import asyncio
-import gc
 import operator
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from master_service import garbage
 from master_service.cluster.store import (
     LAST_BYTES,
     MAX_BYTES,
@@ -250,11 +250,8 @@ class ClusterTerm:
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Portions]:
         """Writes the first portion."""
         lost = lost_places(state, self._present())
-        gc.disable()  # what a plan is made of is gone with it: no collection need look at it
-        try:
+        with garbage.put_off():
             planned = schedule(state, now, clock.wall_time(), self._rebalance_s, lost)
-        finally:
-            gc.enable()
         portions = Portions(state, planned, MAX_CHANGES, MAX_BYTES)
         first = portions.next(state)
         return Decision(portions, first.changes, first.events)
@@ -364,7 +361,7 @@ class JobTerm:
         changes nothing."""
         if self._stop is None:
             self._stop = (standing, reason)
-            self.master.events.announce(())
+            self.master.events.wake()
 
     async def run(self) -> None:
         """Until the job's standing is written and its lock is free. Raises what leading it raised, if that is
@@ -411,7 +408,7 @@ class JobTerm:
         log.warning("job_left", job=self.job, cause="; ".join(error.message for error in errors))
         if lasting:
             self._error = lasting[0]
-            self.master.events.announce(())
+            self.master.events.wake()
 
     async def _until_it_ends(self) -> tuple[Standing, str]:
         while True:

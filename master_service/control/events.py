@@ -36,7 +36,7 @@ class EventFeed:
         """The term is over: nothing is written any more, and those who wait learn it."""
         kept = self._log()
         self._log, self._tell = lambda: kept, None
-        self._wake()
+        self.wake()
 
     def add(self, events: Sequence[Event]) -> None:
         """Log what no decision tells, and have it written."""
@@ -54,7 +54,7 @@ class EventFeed:
                 f"of_{name}" if name in ("event", "level") else name: v for name, v in event.fields.items()
             }
             log.info(event.name, message=event.message, **fields)
-        self._wake()
+        self.wake()
 
     def after(self, event_id: int, limit: int) -> list[EventRecord]:
         """Events with a larger id that are kept, the oldest first; the newest of them may not be in etcd
@@ -75,6 +75,7 @@ class EventFeed:
         ):
             await self.next(left_s)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Whoever waits for news looks again, also without an event."""
         self._arrived.set()
         self._arrived = asyncio.Event()

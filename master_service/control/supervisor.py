@@ -146,12 +146,12 @@ class Supervisor:
         self._changed.set()
         self._evaluations.look_again()
         self.look_again()
-        self._events.announce(())
 
     def look_again(self) -> None:
-        """Something has happened that was told as an event: operations and pauses may wait for it."""
+        """Something has happened that operations, pauses, and those who follow the job may wait for."""
         self._pauses.look_again()
         self.operations.look_again()
+        self._events.wake()
 
     async def _evict(self, trainer: str, reason: str) -> None:
         """End a trainer's membership: the watch sees its key vanish."""

@@ -4,9 +4,9 @@ with."""
 from __future__ import annotations
 
 from master_service.control.observation import ANSWER_S, Movement
+from master_service.core.decisions.scheduling.admission import KINDS
 from master_service.core.explanation.explain import explain
 from master_service.core.explanation.situation import seconds
-from master_service.core.state.cluster import KINDS
 from master_service.leadership.master import Master
 from trireme_shared.platform.etcd import Get
 from trireme_shared.platform.etcd.reading import read_record

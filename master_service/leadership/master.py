@@ -189,7 +189,6 @@ class Term:
                 self.series.note_evaluation(change)
         if any(isinstance(change, LOOKED_AT) for change in changes):
             self._supervisor.look_again()
-            self._events.announce(())
         freed = freed_by(changes)
         if freed is None:
             self.asks.changed()

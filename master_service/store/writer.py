@@ -365,7 +365,7 @@ class MasterWriter(GroupCommit):
         group = self._decide_waiting(self._job)
         if not group.writes and not self._under_way:  # etcd has all that it was decided on
             self._check_lease()
-            self._answered_group(group)
+            self._conclude(group)
             self._taken.clear()
             return
         self._taken.clear()
@@ -396,12 +396,12 @@ class MasterWriter(GroupCommit):
         self._under_way.popleft()
         commit.landed.set()
         self._wake.set()
-        self._answered_group(commit.group)
+        self._conclude(commit.group)
         for future in commit.followed:
             if not future.done():
                 future.set_result(None)
 
-    def _answered_group(self, group: Group) -> None:
+    def _conclude(self, group: Group) -> None:
         self._answer(group)
         self._on_changes(group.changes)
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import gc, time
+import gc
 from master_service import garbage
 from master_service.garbage import Collections
 
@@ -22,6 +22,13 @@ assert gc.get_freeze_count() == aside
 garbage.ALL_S = 0.0
 gc.collect(0)
 assert gc.get_freeze_count() == 0, "they are looked at again"
+
+with garbage.put_off():
+    assert not gc.isenabled()
+    with garbage.put_off():
+        pass
+    assert not gc.isenabled(), "the outer one lasts"
+assert gc.isenabled()
 
 garbage.LONG_S = 3600.0
 gc.collect()

@@ -31,7 +31,6 @@ from trireme_shared.protocol.records.operations import KeptAnswer, Operation
 A = TypeVar("A")
 Place = tuple[Kind, str]  # kind and id of a pool member
 Places = dict[Kind, tuple[Place, ...]]
-KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +163,8 @@ class ClusterState:
     _tasked: dict[Place, None] = field(default_factory=dict, init=False, repr=False)
     #: Job -> another object after each change of its places.
     _revisions: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
-    #: By job: what `settled` answered for this record and this revision.
-    _settled: dict[str, tuple[ClusterJob, object, Places | None]] = field(
+    #: By job: its record, its revision, and what `settle` was told of them.
+    _settled: dict[str, tuple[ClusterJob, object, Places]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -234,27 +233,16 @@ class ClusterState:
         """The same object as long as its places, their drains, and what their members run, are the same."""
         return self._revisions.get(job)
 
-    def settled(self, job: ClusterJob) -> Places | None:
-        """The places that train an ACTIVE job, by kind, if all their members are there and go on with it.
-        None: they have to be looked at one by one. A cluster has thousands, and few change at a time."""
-        revision = self._revisions.get(job.job)
-        known = self._settled.get(job.job)
-        if known is None or known[0] is not job or known[1] is not revision:
-            goes_on = job.standing is Standing.ACTIVE and revision is not None
-            found: Places = {kind: tuple(sorted(self._trains.get((job.job, kind), ()))) for kind in KINDS}
-            goes_on &= all(self._goes_on(place, job) for places in found.values() for place in places)
-            known = self._settled[job.job] = job, revision, found if goes_on else None
-        return known[2]
+    def settle(self, job: ClusterJob, places: Places) -> None:
+        """In place: all places that train the job, by kind, have members that go on with it."""
+        self._settled[job.job] = job, self._revisions.get(job.job), places
 
-    def _goes_on(self, place: Place, job: ClusterJob) -> bool:
-        held, member = self.assignments[place], self.members.get(place)
-        return (
-            member is not None
-            and self.takes_work(place)
-            and self.fits(place, job)
-            and held.epoch == job.epoch
-            and held.incarnation in ("", member.incarnation)
-        )
+    def settled(self, job: ClusterJob) -> Places | None:
+        """What `settle` was told, if neither the job nor anything at its places has changed since. A cluster
+        has thousands of places, and few change at a time."""
+        known = self._settled.get(job.job)
+        same = known is not None and known[0] is job and known[1] is self._revisions.get(job.job)
+        return known[2] if known is not None and same else None
 
     def takes_work(self, place: Place) -> bool:
         """Whether there is a member that is not about to leave, and that nobody has drained."""

@@ -117,11 +117,8 @@ class World:
         steps = [{"step": 1, "epoch": 0, "loss_sum": 1.5, "records": 8}]
         await self._post(f"{job}/metric-batches", {"trainer": trainer, "steps": steps})
         generation = leader.find(RUNNING).job.state.generation
-        ask = {
-            "trainer": trainer,
-            "generation": generation,
-            "wait_s": 20,
-        }  # its first checkpoint may pause it
+        # its first checkpoint may pause it
+        ask = {"trainer": trainer, "generation": generation, "wait_s": 20}
         task = (await self._post(f"{job}/task-leases", {**ask, "request": "fuzz"}))["task"]
         skipped = (await self._post(f"{job}/task-leases", {**ask, "request": "skipped"}))["task"]["task_id"]
         await self._post(f"{job}/tasks/{skipped}/skip")

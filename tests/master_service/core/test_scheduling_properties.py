@@ -3,12 +3,15 @@ rules hold at every step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from master_service.core.decisions.scheduling.schedule import Schedule, schedule
 from master_service.core.state.cluster import (
+    ClusterState,
     DropAssignment,
     DropDrain,
     Place,
@@ -101,7 +104,20 @@ class Cluster(RuleBasedStateMachine):
 
     def made(self) -> Schedule:
         self.lost &= self.state.assignments.keys() - self.state.members.keys()
-        return schedule(self.state, self.now, 0.0, REBALANCE_S, self.lost)
+        made = schedule(self.state, self.now, 0.0, REBALANCE_S, self.lost)
+        assert made == schedule(self.unsettled(), self.now, 0.0, REBALANCE_S, self.lost), (
+            "what earlier looks have found is not so any more"
+        )
+        return made
+
+    def unsettled(self) -> ClusterState:
+        """The same, without what earlier looks have found."""
+        state = self.state
+        found = replace(state, assignments={}, moved={}, gone_since={})
+        for place, held in state.assignments.items():
+            found.apply(PutAssignment(place, held), self.now)
+        found.moved, found.gone_since = dict(state.moved), dict(state.gone_since)
+        return found
 
     @rule(number=NAMES, fields=st.sampled_from([{"draining": True}, {"trouble": "no"}, {"ended": True}]))
     def spoil(self, number, fields):

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from master_service.core.state.cluster import (
-    KINDS,
     ClusterState,
     Place,
     is_task_wanted,
@@ -48,6 +47,7 @@ from trireme_shared.protocol.times import instant
 
 # a member that vanished may come back with its process: its lease ran out, or etcd was silent
 GONE_GRACE_S = 10.0
+KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 WAITED_FOR = {Standing.QUEUED, Standing.ACTIVE, Standing.PAUSED, Standing.UNREADABLE}
 
 
@@ -97,10 +97,10 @@ def look(state: ClusterState, now: float, lost: Collection[Place]) -> PoolView:
         ending={kind: Counter() for kind in KINDS},
         usable=dict.fromkeys(KINDS, 0),
     )
-    settled = {}
+    settled = set()
     for name, job in state.jobs.items():
         if (there := state.settled(job)) is not None:
-            settled[name] = there
+            settled.add(name)
             for kind, places in there.items():
                 view.usable[kind] += len(places)
                 if places:
@@ -108,6 +108,8 @@ def look(state: ClusterState, now: float, lost: Collection[Place]) -> PoolView:
     others = state.assigned_to_others(settled)
     for place in others:
         _look_at_assignment(view, state, place, state.assignments[place], now, lost)
+    for name in {state.assignments[place].job for place in others}:
+        _settle(view, state, name)
     free = state.members.keys() - state.assignments.keys()
     for place in sorted(free.union(place for place in others if place in state.members)):
         if state.takes_work(place) and place not in view.tasked:
@@ -119,13 +121,22 @@ def look(state: ClusterState, now: float, lost: Collection[Place]) -> PoolView:
 def unfit_counts(state: ClusterState) -> dict[Kind, Counter[str]]:
     """How many members of a kind are of no use for an ACTIVE job's epoch, by job."""
     counts: dict[Kind, Counter[str]] = {kind: Counter() for kind in KINDS}
-    for place in state.unfit:
+    for place, starts in state.unfit.items():
         if not state.takes_work(place):
             continue
-        member = state.members[place]
-        for job in {*(start[0] for start in state.unfit.get(place, ())), member.running} & state.jobs.keys():
+        for job in {name for name, _ in starts} & state.jobs.keys():
             counts[place[0]][job] += not state.fits(place, state.jobs[job])
     return counts
+
+
+def _settle(view: PoolView, state: ClusterState, name: str) -> None:
+    """If nothing is to be noted of any place that trains the job, the next look need not see them one by
+    one."""
+    job, there = state.jobs.get(name), {kind: tuple(view.holds(kind, name)) for kind in KINDS}
+    noted = any(place in view.gone or place in view.renewed for places in there.values() for place in places)
+    all_held = all(len(there[kind]) == len(state.assigned_to(name, kind)) for kind in KINDS)
+    if job is not None and all_held and not noted:
+        state.settle(job, there)
 
 
 def _look_at_assignment(

@@ -17,6 +17,7 @@ from operator import attrgetter
 
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions.scheduling.admission import (
+    KINDS,
     Admission,
     Claim,
     IdlePlaces,
@@ -31,7 +32,6 @@ from master_service.core.decisions.scheduling.admission import (
 )
 from master_service.core.decisions.scheduling.job_tasks import TaskTurn, take_turn
 from master_service.core.state.cluster import (
-    KINDS,
     ClusterChange,
     ClusterDecision,
     ClusterState,
