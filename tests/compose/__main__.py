@@ -47,7 +47,7 @@ PARTS = ("volumes", "restarts", "s3")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compose", description=__doc__)
     parser.add_argument(
-        "--epochs", type=int, default=150, help="of each of the two jobs (default: 150, 23 steps each)"
+        "--epochs", type=int, default=350, help="of each of the two jobs (default: 350, 23 steps each)"
     )
     parser.add_argument("--port", type=int, default=8479, help="where the API is published (default: 8479)")
     parser.add_argument("--no-build", action="store_true", help=f"take {IMAGE} and {ETCD_IMAGE} as they are")
