@@ -59,14 +59,21 @@ def main() -> int:
     return report(turns, given.rev, given.limit)
 
 
+def environment_of(tree: Path) -> dict[str, str]:
+    """Where every package of Trireme comes from `tree`, in the benchmark and in the members that it starts:
+    without it those that lie in `shared/` come from the tree that is installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "shared")])}
+
+
 def measured(tree: Path, name: str, arguments: list[str]) -> Figures:
     """One run there. Raises SystemExit with what the benchmark printed if it fails."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     shows_json = name != "collective"
     if shows_json:
         command.append("--json")
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tree, env=environment_of(tree), capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise SystemExit(
             f"{' '.join(command)} in {tree} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"

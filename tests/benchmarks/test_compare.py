@@ -1,0 +1,31 @@
+"""Whether a comparison measures the tree that it says, not the one that is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.compare import environment_of
+
+PACKAGES = {"trireme_shared": "shared", "trireme": ".", "trainer_agent": ".", "pserver_service": "."}
+
+
+def test_every_package_comes_from_the_tree_that_is_measured(tmp_path: Path) -> None:
+    """Also in members, which are started without their folder on the path (-P)."""
+    for package, place in PACKAGES.items():
+        made = tmp_path / place / package / "__init__.py"
+        made.parent.mkdir(parents=True)
+        made.touch()
+
+    asked = f"import {', '.join(PACKAGES)}; print(*[each.__file__ for each in ({', '.join(PACKAGES)})], sep='\\n')"
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", asked],
+        env=environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+    assert all(Path(line).is_relative_to(tmp_path) for line in found.stdout.split())
