@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.soak import isolation
 from tests.soak.growth import Growth
 from tests.soak.inflict import Cost
-from tests.soak.plan import CREWS, DISKS, KINDS, PACKETS, Kind
+from tests.soak.plan import CREWS, DISKS, KINDS, PACKETS, PSERVER_PACKETS, Kind
 from tests.soak.receipts import collective_table, table, write
 from tests.soak.run import SoakError, Trained
 from tests.soak.soak import disturbed, epochs_for, undisturbed
@@ -88,6 +88,15 @@ def permitted(kinds: Sequence[Kind]) -> list[Kind]:
     return left
 
 
+def reached(kinds: Sequence[Kind], transport: str) -> list[Kind]:
+    """Without those that would harm nobody: members of one host reach a parameter server through its UNIX
+    socket, in all they ask of it, unless `transport` is tcp. Says so."""
+    if transport != "tcp" and (unreached := [kind for kind in kinds if kind in PSERVER_PACKETS]):
+        say(f"skipped: {', '.join(unreached)}: only with --transport tcp do packets go to a parameter server")
+        return [kind for kind in kinds if kind not in PSERVER_PACKETS]
+    return list(kinds)
+
+
 def runs(folder: Path, arguments: argparse.Namespace) -> int:
     """All seeds with all transports; returns how many failed."""
     mode, strategy, workload = arguments.mode, arguments.strategy, WORKLOADS[arguments.workload]
@@ -131,7 +140,9 @@ def one(
     arguments: argparse.Namespace,
 ) -> list[Cost] | None:
     """One disturbed job; None if it did not end as it should. What a failed one left is kept in `folder`."""
-    faults, mode, kinds = arguments.faults, arguments.mode, arguments.kinds
+    faults, mode, kinds = arguments.faults, arguments.mode, reached(arguments.kinds, transport)
+    if not kinds:
+        return None
     strategy, crew = (
         arguments.strategy,
         replace(CREWS[arguments.strategy], spared=frozenset(arguments.spared)),
