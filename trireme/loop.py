@@ -48,6 +48,7 @@ def prepare(
     ids: Callable[..., Any] | None = None,
     evaluation_dataset: Any = None,
     evaluate: Callable[..., Any] | None = None,
+    evaluation_metrics: Callable[..., Any] | None = None,
     metrics: Callable[..., Any] | None = None,
     config: Config | Mapping[str, Any] | None = None,
     **settings: Any,
@@ -56,9 +57,10 @@ def prepare(
 
     `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler, or a function
     that makes it of the optimizer; Trireme steps it, and what the script's own calls of its `step()` do is
-    nothing. `collate`, `ids`, `evaluate`, `metrics`: as in a script of functions (docs/script.md). `config`:
-    the job's settings, of which `settings` name single ones (epochs=5, global_batch_size=256); if it is left
-    out, what the module calls `config`. The command line, the environment and trireme.toml win over both.
+    nothing. `collate`, `ids`, `evaluate`, `evaluation_metrics`, `metrics`: as in a script of functions
+    (docs/script.md). `config`: the job's settings, of which `settings` name single ones (epochs=5,
+    global_batch_size=256); if it is left out, what the module calls `config`. The command line, the
+    environment and trireme.toml win over both.
     Raises RuntimeError if it was called before, TypeError and ValueError for arguments that cannot be,
     ConfigError for values of settings; under plain Python also InvalidArgument and DatasetError.
     """
@@ -78,6 +80,7 @@ def prepare(
         "ids": ids,
         "evaluation_dataset": evaluation_dataset,
         "evaluate": evaluate,
+        "evaluation_metrics": evaluation_metrics,
         "metrics": metrics,
     }
     base = config.to_dict() if isinstance(config, Config) else dict(config)

@@ -48,6 +48,7 @@ from trainer_agent.model.gradient_tree import (
     check_gradients,
     check_loss,
 )
+from trainer_agent.model.metric_objects import MetricObjects
 from trainer_agent.model.minibatch import BackwardGuard, checked_loss, means_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
@@ -79,7 +80,7 @@ from trireme_shared.protocol.evaluations import (
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, metrics_beside
 from trireme_shared.protocol.records import EvaluationSums, JobSpec, TaskKind
-from trireme_shared.protocol.records.job_choices import Precision
+from trireme_shared.protocol.records.metric_states import Sum, merged
 from trireme_shared.protocol.records.tasks import BestEvaluation
 from trireme_shared.protocol.urls import without_passwords
 
@@ -443,16 +444,6 @@ def batch_of(user: UserModule, minibatch: Minibatch, device: torch.device) -> An
     return batch if device.type == "cpu" else on_device(batch, device)
 
 
-def _sums(
-    user: UserModule, precision: Precision, model: nn.Module, minibatch: Minibatch, device: torch.device
-) -> Mapping[str, Any]:
-    batch = batch_of(user, minibatch, device)
-    with autocast(precision, device):
-        found = user.call("evaluate" if user.has("evaluate") else "loss", model, batch)
-    sums: Mapping[str, Any] = found if user.has("evaluate") else sums_of(found, len(minibatch), user.guard)
-    return sums
-
-
 class Evaluations:
     """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say, and after it. `stopped`:
     training ends here. `plateau_value`: see BeforeStep.metric, for the next step. `per_epoch`: steps of an
@@ -468,6 +459,7 @@ class Evaluations:
         self.stopped = False
         self.plateau_value: float | None = None
         self._held_out: tuple[Blaming, FileTable] | None = None
+        self._objects = MetricObjects(user, device)
         if (dataset := spec.evaluation_dataset) is not None:
             reader = open_dataset(dataset, spec.seed, report if spec.changed_files == "report" else None)
             self._held_out = reader, count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed)
@@ -531,18 +523,30 @@ class Evaluations:
                 shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
                 if not user.has("collate"):
                     shard.keep_columns()
-                sums: dict[str, float] = {}
+                sums: dict[str, Sum] = {}
                 for number in range(minibatches_in(place.count, size)):
                     seed_everything(evaluation_seed(spec.seed, task, number))
                     minibatch = shard.minibatch(
                         minibatch_indices(spec.seed, 0, task, place.count, size, number, shuffle=False)
                     )
-                    for name, value in _sums(user, spec.precision, model, minibatch, self._device).items():
-                        sums[name] = sums.get(name, 0.0) + float(value)
-                total = total.plus(sums)
+                    for name, value in self._sums(model, minibatch).items():
+                        sums[name] = merged(name, sums.get(name), value)
+                total = total.plus(sums, task).bounded()
             for buffer, before in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
+        found = self._objects.computed(total.sums)
         if user.has("metrics"):
             with seeded(START_SEED):
-                return {name: float(value) for name, value in user.call("metrics", dict(total.sums)).items()}
-        return dict(total.sums) if user.has("evaluate") else means_of(total.sums)
+                return {name: float(value) for name, value in user.call("metrics", found).items()}
+        return self._objects.numbers(found) if user.has("evaluate") else means_of(found)
+
+    def _sums(self, model: nn.Module, minibatch: Minibatch) -> dict[str, Sum]:
+        user, objects = self._user, self._objects.begin()
+        batch = batch_of(user, minibatch, self._device)
+        with autocast(self._spec.precision, self._device):
+            found = user.call("evaluate" if user.has("evaluate") else "loss", model, batch, *objects)
+        if not user.has("evaluate"):
+            found = sums_of(found, len(minibatch), user.guard)
+        elif objects and found is None:
+            found = {}
+        return self._objects.beside({name: float(value) for name, value in found.items()})

@@ -54,6 +54,7 @@ from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobSpec, Mode
 from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.metric_states import Sum
 from trireme_shared.protocol.records.step import LaneZero
 
 if TYPE_CHECKING:
@@ -351,14 +352,14 @@ class TorchCompute:
 
     # ------------------------------------------------------------ after training
 
-    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
+    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> Mapping[str, Sum]:
         return await self._in_thread(self._evaluate_pinned if pinned else self._evaluate, records, seed)
 
-    def _evaluate(self, records: Records, seed: int) -> dict[str, float]:
+    def _evaluate(self, records: Records, seed: int) -> Mapping[str, Sum]:
         with self.tables.reading():
             return self.minibatch.evaluate(records, seed, self._current)
 
-    def _evaluate_pinned(self, records: Records, seed: int) -> dict[str, float]:
+    def _evaluate_pinned(self, records: Records, seed: int) -> Mapping[str, Sum]:
         """The parameters are those in use again afterwards; buffers are loaded for each minibatch that is
         trained."""
         pinned = self._pinned.vector()
@@ -379,7 +380,7 @@ class TorchCompute:
         self._pinned.forget()
         self.tables.pinned = None
 
-    async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+    async def metrics(self, sums: Mapping[str, Sum]) -> dict[str, float]:
         return await self._in_thread(self.minibatch.metrics, sums)
 
     async def export(self, directory: str) -> dict[str, str]:

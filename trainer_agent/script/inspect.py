@@ -39,6 +39,8 @@ from trireme_shared.protocol.errors import DatasetError, InvalidArgument, Trirem
 from trireme_shared.protocol.evaluations import check_criteria
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
+from trireme_shared.protocol.records.metric_states import MetricState, Sum
+from trireme_shared.protocol.records.queue import MAX_SUMS_BYTES
 
 if TYPE_CHECKING:
     from trainer_agent.model.compute import LaneResult, Records
@@ -128,6 +130,7 @@ def _try(
             held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
             with _doing("the first minibatch of the evaluation"):
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
+                twice.notices += kept_values(user.path.name, sums, len(held_out))
                 metrics = asyncio.run(compute.metrics(sums))
             check_criteria(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
@@ -136,6 +139,21 @@ def _try(
     tables = [table.model_dump(mode="json") for table in layout.tables]
     model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
     return ({"notice": notice} if notice else {}) | {"model": model}
+
+
+def kept_values(script: str, sums: Mapping[str, Sum], records: int) -> list[str]:
+    """What the user should know of metrics that keep values of every record. `sums`: of so many records."""
+    told = []
+    for name, value in sums.items():
+        if isinstance(value, MetricState) and value.tensors:
+            texts = [text for held in value.tensors.values() for each in held.values() for text in each]
+            size = max(sum(map(len, texts)) / records, 1)
+            told.append(
+                f"{script}: the metric {name} keeps values of every record, about {size:.0f} bytes each: an "
+                f"evaluation of more than about {MAX_SUMS_BYTES / size:,.0f} records fails the job; the size "
+                "of trireme.metrics.AUC, or of one with thresholds=, does not grow with them"
+            )
+    return told
 
 
 class NoBlocks:

@@ -38,9 +38,10 @@ REQUIRED = {
     "loss": "def loss(model, batch): ... returning the mean loss of the minibatch",
     "optimizer": "def optimizer(model): ... returning an optimizer of torch.optim or trireme.optim",
 }
-OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "metrics")
+OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "evaluation_metrics", "metrics")
 ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "ids": 1, "scheduler": 1}
-ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
+ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "evaluation_metrics": 0, "metrics": 1}
+WITH_OBJECTS = "def evaluate(model, batch, metrics): ... which updates the objects of evaluation_metrics()"
 ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
 DROP_LAST = (
     "BatchNorm cannot train on a minibatch of one record, which the last one of a file may be; set "
@@ -67,7 +68,12 @@ class UserModule:
         for name in (*REQUIRED, *OPTIONAL):
             hook = getattr(module, name, None)
             if hook is not None and (name != "ids" or callable(hook)):  # scripts call other things ids
-                self._hooks[name] = _checked(path, name, hook)
+                takes_objects = name == "evaluate" and hasattr(module, "evaluation_metrics")
+                self._hooks[name] = _checked(path, name, hook, takes_objects=takes_objects)
+        if self.has("evaluation_metrics") and not self.has("evaluate"):
+            raise InvalidArgument(
+                f"{path} has evaluation_metrics() and no evaluate", hint=f"add {WITH_OBJECTS}"
+            )
         self._config = _config(path, getattr(module, "config", None))
 
     @property
@@ -238,12 +244,13 @@ def _has_items(found: Any) -> bool:
     return method is not None and getattr(method, "__qualname__", "") != "Dataset.__getitem__"
 
 
-def _checked(path: Path, name: str, hook: Callable[..., Any] | object) -> Callable[..., Any]:
-    count = ARGUMENTS[name]
+def _checked(
+    path: Path, name: str, hook: Callable[..., Any] | object, *, takes_objects: bool
+) -> Callable[..., Any]:
+    """`takes_objects`: it is `evaluate`, and gets the metric objects, too. Raises InvalidArgument."""
+    count, shape = ARGUMENTS[name] + takes_objects, WITH_OBJECTS if takes_objects else REQUIRED.get(name, "")
     if not callable(hook):
-        raise InvalidArgument(
-            f"{name!r} in {path} is {type(hook).__name__}, not a function", hint=REQUIRED.get(name, "")
-        )
+        raise InvalidArgument(f"{name!r} in {path} is {type(hook).__name__}, not a function", hint=shape)
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):
@@ -253,7 +260,7 @@ def _checked(path: Path, name: str, hook: Callable[..., Any] | object) -> Callab
     except TypeError:
         raise InvalidArgument(
             f"{name}{signature} in {path} does not take {count} argument{'' if count == 1 else 's'}",
-            hint=REQUIRED.get(name, f"define it with {count}"),
+            hint=shape or f"define it with {count}",
         ) from None
     return hook
 

@@ -37,9 +37,12 @@ from trireme_shared.protocol.errors import (
     CallerError,
     DatasetError,
     DeadlineExceeded,
+    InvalidArgument,
     PeerError,
     StaleAttempt,
+    TooLarge,
     TriremeError,
+    UserCodeError,
 )
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import (
@@ -50,6 +53,7 @@ from trireme_shared.protocol.records import (
     TakeNext,
     Task,
     TaskAnswer,
+    TaskKind,
     TaskProgress,
 )
 from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
@@ -267,13 +271,18 @@ class TaskSource:
         self, task: Task, done: CompleteTask, following: TakeNext | None = None
     ) -> Task | None:
         """`task` is done. With `following`: the next task if the master has one at once; else `acquire` that
-        request."""
+        request. Sums that the master does not take end the job: another attempt gives the same ones."""
         report = done.with_fields(next=following)
         try:
             what = f"completing task {task.task_id}"
             return (await retry(lambda: self._master.complete_task(task.task_id, report), what)).next
         except StaleAttempt as error:
             log.info("report_refused", task=task.task_id, cause=error.message)
+            return None
+        except (TooLarge, InvalidArgument) as error:
+            if task.kind not in (TaskKind.EVALUATE, TaskKind.VALIDATE):
+                raise
+            await self.fail(task, refused_sums(error))
             return None
 
     async def fail(self, task: Task, error: TriremeError, place: str = "") -> None:
@@ -295,6 +304,12 @@ class TaskSource:
             )
         except CallerError:  # it is not the pending attempt (any more), but the error is real
             await retry(lambda: self._master.report_failure(self.trainer, failure), "reporting a failure")
+
+
+def refused_sums(error: CallerError) -> UserCodeError:
+    """Sums of an evaluation that cannot be kept, or do not fit together, as an error that ends the job."""
+    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    return UserCodeError(message, error_type=error.code, error_message=message, fatal=True)
 
 
 def described(task: Task) -> str:
