@@ -98,7 +98,8 @@ FREE = frozenset(
     {
         "trainers", "pservers", "sources", "history", "lease_ttl_s", "join_window_s", "stragglers",
         "rebalance_s", "straggler_factor", "task_timeout_floor_s", "task_timeout_ceiling_s",
-        "max_task_failures", "max_discarded_fraction", "max_user_failures", "changed_files", "checkpoint_every_steps",
+        "max_task_failures", "max_discarded_fraction", "max_user_failures",
+        "changed_files", "checkpoint_every_steps",
         "checkpoint_every_epochs", "checkpoint_every_seconds", "keep_checkpoints", "deltas_per_base",
         "snapshot_bytes", "checkpoint_checksum", "skip_after_seconds", "recovery_timeout_s",
         "grad_norm_every", "pre_tasks", "post_tasks", "trackers", "strategy", "min_members", "exchange",
