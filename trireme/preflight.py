@@ -93,7 +93,7 @@ async def inspect(
             value, list | tuple | dict
         ):  # of trireme.toml or repeated flags; none of them matters to one minibatch
             continue
-        argv += ["--set", f"{name}={value}"]
+        argv += ["--set", f"{name}={'' if value is None else value}"]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = await start(argv, inherited_environment(), out, err)
         try:

@@ -152,7 +152,8 @@ class AsyncLoop:
         self._compute.restore(self._initial)
         self._pulled, self._unpulled = False, 0
         infos = await self._servers.fleet.infos(self.timeline)
-        self._schedule = PushSchedule(self._compute, [state for info in infos for state in info.schedules])
+        known = [state for info in infos for state in info.schedules]
+        self._schedule = PushSchedule(self._compute, known, self._spec.options_change)
         await self._pull()
         self._bounded.computes = False
         while await self._may_go_on():

@@ -153,6 +153,11 @@ class TorchCompute:
     def layout(self) -> Layout:
         return self.plan.layout
 
+    @property
+    def scheduler(self) -> Any:
+        """The script's, or None."""
+        return self._schedule.scheduler
+
     # ------------------------------------------------------------ parameters
 
     def _bind_parameters(self) -> None:

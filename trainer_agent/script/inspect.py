@@ -80,7 +80,8 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
     seed = _seed(settings)
     with seeded(seed):  # a script with a loop of its own runs here, as it does in a trainer
         config = user.config
-    seed = _seed({**config, **settings})
+    wanted = {name: value for name, value in {**config, **settings}.items() if value != ""}  # "": the default
+    seed = _seed(wanted)
     dataset = user.dataset(seed=seed)
     evaluation = user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None
     found: dict[str, Any] = {
@@ -88,7 +89,6 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
         "dataset": dataset.model_dump(mode="json"),
         "evaluation_dataset": evaluation.model_dump(mode="json") if evaluation is not None else None,
     }
-    wanted = {**config, **settings}
     if check:
         found |= _try(user, dataset, evaluation, wanted)
     if wanted.get("backend") == "nccl":
@@ -111,18 +111,30 @@ def _try(
     user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
-    from trainer_agent.model.optimizer import rates_sentence  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.model.optimizer import (  # noqa: PLC0415  torch only when it is needed
+        rates_sentence,
+        scheduler_facts,
+    )
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
     made_up = JobSteps(UNCOUNTED, spec.epochs, counted=False)
-    with ThreadPoolExecutor(1, "compute") as executor, telling(lambda: made_up):
+    asked: list[JobSteps] = []
+
+    def steps() -> JobSteps:
+        asked.append(made_up)
+        return made_up
+
+    with ThreadPoolExecutor(1, "compute") as executor, telling(steps):
         compute = executor.submit(TorchCompute, user, spec, executor).result()
         twice = Twice(user.path, spec, compute)
         if not user.has("collate") and user.loop is None:
             compare_files(dataset, spec.seed)
         minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))
+        scheduler = scheduler_facts(compute.optimizer, compute.scheduler) | (
+            {"counts_steps": True} if asked else {}
+        )
         compute.begin_step()
         with _doing("the first minibatch"):
             twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
@@ -137,7 +149,12 @@ def _try(
     notice = "\n".join(filter(None, (compute.started.sentence, rates_sentence(spec), *twice.notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
-    model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
+    model = {
+        "tensors": tensors,
+        "optimizer": layout.optimizer.model_dump(mode="json"),
+        "scheduler": scheduler,
+        "tables": tables,
+    }
     return ({"notice": notice} if notice else {}) | {"model": model}
 
 

@@ -62,6 +62,7 @@ SHOWN_EVENTS = {
     "stage_changed",
     "user_failure",
     "warning",
+    "settings_changed",
     "steps_are_short",
     "records_left_out",
 }
