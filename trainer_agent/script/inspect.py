@@ -130,7 +130,7 @@ def _try(
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
                 metrics = asyncio.run(compute.metrics(sums))
             check_criteria(spec, metrics)
-    tensors = tensors_of(compute.model, groups_of(compute.optimizer))
+    tensors = tensors_of(compute.model, groups_of(compute.optimizer), compute.plan.policies)
     notice = "\n".join(filter(None, (compute.started.sentence, rates_sentence(spec), *twice.notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
