@@ -38,6 +38,7 @@ from trainer_agent.data import (
 )
 from trainer_agent.data.in_code import reading
 from trainer_agent.model import optimizer as optimizer_spec
+from trainer_agent.model.averages import averages_of
 from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
@@ -190,7 +191,9 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = optimizer_spec.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
-    policies = policies_of(model, user.buffers)
+    policies, averages = policies_of(model, user.buffers), averages_of(model)
+    for average in averages:  # as every version that is loaded in a job
+        average.follow()
     # refuses what no job can train
     laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count, policies=policies)
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
@@ -272,6 +275,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                     clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
                 tables.step(rows)
+                for average in averages:
+                    average.follow()
                 found_loss = to_report.item()
                 loss_sum += found_loss * len(minibatch)
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from trainer_agent.model.averages import Ema
 from trainer_agent.model.buffer_policies import Policy, kind_of
 from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer import check_has_not_begun, spec_of
@@ -373,12 +374,16 @@ class LiveBuffers:
         self._counts = counts
         split = [(place, *place.name.rpartition(".")) for place in plan.buffers]
         self._homes = [(place, model.get_submodule(path), name) for place, path, _, name in split]
+        self._averages = [part for part in model.modules() if isinstance(part, Ema)]
 
     def load(self, vector: Vector) -> None:
-        """Buffers of `vector` into the modules."""
+        """Buffers of `vector` into the modules. Averages follow the parameters, which are those of its
+        version."""
         with torch.no_grad():
             for place, module, name in self._homes:
                 module.get_buffer(name).copy_(vector.view(place))
+        for average in self._averages:
+            average.follow()
 
     def store(self, vector: Vector, loaded: Vector) -> None:
         """The modules' buffers into `vector`; they were loaded from `loaded`."""

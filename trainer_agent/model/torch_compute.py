@@ -23,6 +23,7 @@ from torch import nn
 
 from trainer_agent.data.shard import on_record
 from trainer_agent.model import optimizer as optimizers
+from trainer_agent.model.averages import averages_of
 from trainer_agent.model.block_states import BlockStates
 from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
@@ -95,7 +96,9 @@ class TorchCompute:
         self.model = model.to(self._device)
         optimizers_without_compiler()
         self.optimizer = optimizers.for_job(drawing(spec.seed, user.call, "optimizer", self.model), spec)
-        policies = policies_of(self.model, user.buffers, has_lanes=spec.mode is Mode.SYNC)
+        has_lanes = spec.mode is Mode.SYNC
+        averages_of(self.model, has_lanes=has_lanes)  # refuses those that would not follow
+        policies = policies_of(self.model, user.buffers, has_lanes=has_lanes)
         laid_out = plan(
             self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type, policies
         )

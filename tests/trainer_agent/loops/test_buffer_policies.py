@@ -48,13 +48,11 @@ FIRST = 'buffers = {"queue*": "first"}\n'
 
 
 def example(heading):
-    """Its code, behind that of the section on copies of parameters."""
-    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE))
-    codes = (
-        re.findall(r"```python\n(.*?)```", sections[name], re.DOTALL)[0]
-        for name in ("A copy of parameters", heading)
-    )
-    return "\n".join(["import copy", *codes])
+    """The code of a section."""
+    of_section = rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)"
+    (section,) = re.findall(of_section, PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return code
 
 
 def written(folder, heading, **parts):

@@ -51,8 +51,8 @@ PARAMETER = (
 )
 FROZEN = (
     "changed the parameter {name}, which the optimizer does not hold; trainers do not share such changes: "
-    "make it a floating-point buffer (register_buffer), which they share (docs/buffers.md does so with a "
-    "whole module, for averages of parameters)"
+    "make it a floating-point buffer (register_buffer), which they share; averages of parameters are "
+    "trireme.nn.Ema(module, decay) (docs/buffers.md)"
 )
 RESHAPED = (
     "changed the buffer {name}: it was {before}, and now it is {after}; trainers share the values "
