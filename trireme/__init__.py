@@ -1,4 +1,4 @@
-"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables),
+"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables, averages),
 `trireme.metrics`, `trireme.optim`, `trireme.log`, `trireme.train`, `trireme.total_steps`, and for a loop of
 its own `trireme.prepare` and `trireme.backward`, or `trireme.CollectiveCommunicator`; for programs and
 notebooks `trireme.run`. The import loads neither torch nor pydantic."""

@@ -38,6 +38,8 @@ from trainer_agent.data import (
 )
 from trainer_agent.data.in_code import reading
 from trainer_agent.model import optimizer as optimizer_spec
+from trainer_agent.model.averages import averages_of
+from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
@@ -190,7 +192,11 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = optimizer_spec.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
-    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)  # refuses what no job can train
+    policies, averages = policies_of(model, user.buffers), averages_of(model)
+    for average in averages:  # as every version that is loaded in a job
+        average.follow()
+    # refuses what no job can train
+    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count, policies=policies)
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
@@ -270,6 +276,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                     clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
                 tables.step(rows)
+                for average in averages:
+                    average.follow()
                 found_loss = to_report.item()
                 loss_sum += found_loss * len(minibatch)
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))

@@ -23,7 +23,9 @@ from torch import nn
 
 from trainer_agent.data.shard import on_record
 from trainer_agent.model import optimizer as optimizers
+from trainer_agent.model.averages import averages_of
 from trainer_agent.model.block_states import BlockStates
+from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.flat import PinnedVector, Plan, Vector, bytes_of, checked_model, plan
@@ -95,7 +97,12 @@ class TorchCompute:
         self.model = model.to(self._device)
         optimizers_without_compiler()
         self.optimizer = optimizers.for_job(drawing(spec.seed, user.call, "optimizer", self.model), spec)
-        laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
+        has_lanes = spec.mode is Mode.SYNC
+        averages_of(self.model, has_lanes=has_lanes)  # refuses those that would not follow
+        policies = policies_of(self.model, user.buffers, has_lanes=has_lanes)
+        laid_out = plan(
+            self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type, policies
+        )
         self.tables = TrainedTables(self.model, spec)
         layout = laid_out.layout.with_fields(
             initial=self.started.digest,

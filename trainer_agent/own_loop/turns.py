@@ -49,13 +49,15 @@ OVERRULED = (
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What the script gave to `trireme.prepare`. `hooks`: collate, ids, scheduler, evaluation_dataset,
-    evaluate, evaluation_metrics and metrics, as far as given. `config`: settings of the job."""
+    evaluate, evaluation_metrics and metrics, as far as given. `config`: settings of the job. `buffers`:
+    policies by pattern (see trainer_agent.model.buffer_policies)."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     dataset: Any
     hooks: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_prepared(parts: Prepared) -> None:

@@ -145,7 +145,7 @@ def _try(
                 twice.notices += kept_values(user.path.name, sums, len(held_out))
                 metrics = asyncio.run(compute.metrics(sums))
             check_criteria(spec, metrics)
-    tensors = tensors_of(compute.model, groups_of(compute.optimizer))
+    tensors = tensors_of(compute.model, groups_of(compute.optimizer), compute.plan.policies)
     notice = "\n".join(filter(None, (compute.started.sentence, rates_sentence(spec), *twice.notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
+from trainer_agent.model.buffer_policies import Policy, checked
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop, Prepared, is_function
 from trireme_shared.datasets.random_state import START_SEED, seeded
@@ -75,11 +76,17 @@ class UserModule:
                 f"{path} has evaluation_metrics() and no evaluate", hint=f"add {WITH_OBJECTS}"
             )
         self._config = _config(path, getattr(module, "config", None))
+        self._buffers = checked(getattr(module, "buffers", None), f"buffers in {path}")
 
     @property
     def config(self) -> dict[str, Any]:
         """The settings that the script gives."""
         return self._config
+
+    @property
+    def buffers(self) -> Mapping[str, Policy]:
+        """What the script says of its model's buffers (see trainer_agent.model.buffer_policies)."""
+        return self._buffers
 
     def __repr__(self) -> str:
         return f"<UserModule {self.path}: {', '.join(self._hooks)}>"
@@ -164,6 +171,10 @@ class LoopModule(UserModule):
     @property
     def config(self) -> dict[str, Any]:
         return _config(self.path, self._prepared().config)
+
+    @property
+    def buffers(self) -> Mapping[str, Policy]:
+        return checked(self._prepared().buffers, f"buffers in {self.path}")
 
     def _made(self, hook: str, seed: int) -> Any:
         with seeded(seed):

@@ -50,7 +50,8 @@ ETCD_FILE = "etcd.json"  # of a run with an etcd that it did not start: how to r
 PREVIOUS = "previous"
 NOT_MOVED = ("lock", PREVIOUS)
 MODEL_FILE = "model.json"  # does not exist if the run was started with --no-check
-KINDS = {"param": "parameter", "buffer": "buffer"}
+KINDS = {"param": "parameter", "buffer": "buffer", "first": "buffer"}
+FOLLOWS = {"buffer": "the mean over the lanes", "first": "the value of the first lane"}
 
 Facts = dict[str, Any]
 Change = tuple[str, Any, Any]  # name, old value, new value
@@ -435,6 +436,10 @@ def _tensors(old: list[Any] | None, new: list[Any] | None) -> str:
     if old[1] != new[1]:
         return (
             f"{KINDS[old[0]]} {old[1]} {_text(old)} was in the place of {KINDS[new[0]]} {new[1]} {_text(new)}"
+        )
+    if old[0] != new[0] and KINDS[old[0]] == KINDS[new[0]]:
+        return (
+            f"buffer {old[1]} took {FOLLOWS[old[0]]}, now the script's `buffers` gives it {FOLLOWS[new[0]]}"
         )
     if old[2:4] != new[2:4]:
         return f"{KINDS[old[0]]} {old[1]} was {_text(old)}, now it is {_text(new)}"

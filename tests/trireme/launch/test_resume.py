@@ -121,6 +121,10 @@ def test_a_model_whose_parts_only_changed_their_order_is_told_so_and_what_change
             "buffer 1.mean int64 [] is new",
         ),
         (
+            {"tensors": [*MODEL["tensors"][:1], ["first", "queue", [16], "torch.float32", -1]]},
+            "parameter 0.bias float32 [16] was in the place of buffer queue float32 [16]",
+        ),
+        (
             {"tensors": [["param", "1.weight", [16, 8], "torch.float32", 0], MODEL["tensors"][1]]},
             "parameter 0.weight float32 [16, 8] was in the place of parameter 1.weight float32 [16, 8]",
         ),
@@ -174,6 +178,25 @@ def test_an_unfinished_job_whose_model_or_optimizer_changed_is_refused_and_left_
         )
     fresh = resume.decide(previous, spec_of(), "another", tmp_path, fresh=True, model=MODEL | changed)
     assert fresh.start is Start.NEW
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (
+            "buffer",
+            "first",
+            "took the mean over the lanes, now the script's `buffers` gives it the value of the",
+        ),
+        ("first", "buffer", "took the value of the first lane, now the script's `buffers` gives it the mean"),
+    ],
+)
+def test_another_policy_for_a_buffer_is_told_as_such(then, now, message):
+    before, after = (
+        MODEL | {"tensors": [*MODEL["tensors"], [kind, "queue", [16], "torch.float32", -1]]}
+        for kind in (then, now)
+    )
+    assert resume.difference(before, after).startswith(f"buffer queue {message}")
 
 
 def test_a_completed_job_is_left_as_it_is(tmp_path):
