@@ -426,8 +426,8 @@ class TorchCompute:
 
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:
-    """Names (see without_wrappers) and values of `model.state_dict()`; kind -> URL. A retry overwrites with the
-    same bytes."""
+    """Names (see without_wrappers) and values of `model.state_dict()`; kind -> URL. A retry overwrites with
+    the same bytes."""
     state = without_wrappers(model, state_of(model))
     urls = {
         "safetensors": files.join(directory, "model.safetensors"),
