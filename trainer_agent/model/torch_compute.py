@@ -44,7 +44,7 @@ from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
 from trainer_agent.own_loop.turns import use_threads
-from trainer_agent.start_values import load_start_state, start_values, state_of
+from trainer_agent.start_values import PYTORCH, load_start_state, start_values, state_of, without_wrappers
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
 from trireme_shared.blocks.buffers import DTYPES
@@ -439,13 +439,14 @@ class TorchCompute:
 
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:
-    """Names and values of `model.state_dict()`; kind -> URL. A retry overwrites with the same bytes."""
-    state = state_of(model)
+    """Names (see without_wrappers) and values of `model.state_dict()`; kind -> URL. A retry overwrites with
+    the same bytes."""
+    state = without_wrappers(model, state_of(model))
     urls = {
         "safetensors": files.join(directory, "model.safetensors"),
         "state_dict": files.join(directory, "model.pt"),
     }
-    files.write_bytes(urls["safetensors"], save(state))
+    files.write_bytes(urls["safetensors"], save(state, PYTORCH))
     with files.write_atomic(urls["state_dict"]) as file:
         torch.save(state, file)
     return urls

@@ -33,6 +33,7 @@ from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.user_module import UserModule, load
 from trireme_shared.datasets.dataset_files import files_of
 from trireme_shared.datasets.random_state import seeded
+from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import is_compressed
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, TriremeError, UserCodeError
@@ -54,6 +55,7 @@ COMPARED_FILES = 32
 def inspect_script(script: str, *, check: bool, settings: list[str]) -> int:
     """What the script prints goes to stderr."""
     sys.dont_write_bytecode = True
+    telemetry.configure(level="ERROR", json=False)  # what the user should know is in the answer
     with contextlib.redirect_stdout(sys.stderr):
         code, answer = _answer(script, check, settings)
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -5,7 +5,8 @@ UserCodeError.
                                                                ──► UserCodeError (the user's frames)
 
 A script that calls trireme.prepare has a loop of its own instead of functions: a LoopModule, which runs it in
-a thread. Tracebacks are as users read them: the frames of their script, else those of libraries, never ours.
+a thread. Tracebacks are as users read them: the frames of their script and the innermost ones of libraries,
+never ours.
 
 Raises InvalidArgument for a script that lacks something, UserCodeError for what its code raises.
 """
@@ -19,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
@@ -49,7 +51,12 @@ DROP_LAST = (
     "drop_last=True, which leaves short "
     "minibatches out, or another global_batch_size or number of lanes"
 )
+LIBRARY_FRAMES = 3  # of a traceback
+MOST_CAUSES = 4
+BEGUN = "Traceback (most recent call last):\n"
+CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _PACKAGES = Path(__file__).resolve().parents[2]
+_loading: list[ModuleType] = []
 _OURS = ("trireme_shared", "trainer_agent", "trireme")
 
 
@@ -147,7 +154,7 @@ class UserModule:
 
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If
-        there are none, it has the frames of libraries, never ours. `fatal`: see UserFailure."""
+        there are none, it has the innermost ones of libraries, never ours. `fatal`: see UserFailure."""
         fatal = fatal or (isinstance(error, TriremeError) and bool(error.details.get("fatal")))
         return _user_code_error(error, message_of(error), self.path.parent, fatal=fatal)
 
@@ -237,6 +244,7 @@ def load(script: str | Path) -> UserModule:
     module = importlib.util.module_from_spec(spec)
     enter(path.parent).prepare(module)
     sys.modules[name] = module
+    _loading.append(module)
     try:
         with seeded(START_SEED):
             spec.loader.exec_module(module)
@@ -245,7 +253,14 @@ def load(script: str | Path) -> UserModule:
         if is_interrupt(error):
             raise
         raise _user_code_error(error, str(error), path.parent, f"{path.name} cannot be loaded: ") from error
+    finally:
+        _loading.remove(module)
     return UserModule(path, module)
+
+
+def is_loading(module: ModuleType) -> bool:
+    """Whether `load` runs it just now: it is not the script of `python script.py`."""
+    return module in _loading
 
 
 def _has_items(found: Any) -> bool:
@@ -313,24 +328,38 @@ def message_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException, folder: Path) -> str:
-    """The traceback of `error`, cut down to the frames below `folder`, the script's."""
+    """The traceback of `error`, cut down to the frames below `folder`, the script's, and the innermost ones
+    of libraries that the last of them has called: LIBRARY_FRAMES. What the script raised `error` from comes
+    first."""
     return "".join(_trimmed(error, folder))
 
 
 def _trimmed(error: BaseException, folder: Path) -> list[str]:
+    chain = [error]
+    while (cause := chain[0].__cause__) is not None and len(chain) < MOST_CAUSES:
+        chain.insert(0, cause)
+    causes = [part for each in chain[:-1] if (part := _trimmed_one(each, folder))[:1] == [BEGUN]]
+    return [line for part in causes for line in [*part, CAUSED]] + _trimmed_one(error, folder)
+
+
+def _trimmed_one(error: BaseException, folder: Path) -> list[str]:
     frames = [
         frame
         for frame in traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
         if not _is_of_trireme(frame.filename)
     ]
     users = [frame for frame in frames if _is_below(frame.filename, folder)]
+    libraries = list(takewhile(lambda frame: frame not in users, reversed(frames)))[::-1] if users else frames
     lines = traceback.format_exception_only(type(error), error)
     if type(error).__module__.partition(".")[0] in _OURS:
         lines = [f"{type(error).__name__}: {message_of(error)}\n"]
     # the message of a SyntaxError has the place
     if not frames or (isinstance(error, SyntaxError) and not users):
         return lines
-    return ["Traceback (most recent call last):\n", *traceback.format_list(users or frames), *lines]
+    told = libraries[-LIBRARY_FRAMES:]
+    left_out = len(libraries) - len(told)
+    between = [f"  ... {left_out} frame{'s' * (left_out > 1)} of libraries\n"] if left_out else []
+    return [BEGUN, *traceback.format_list(users), *between, *traceback.format_list(told), *lines]
 
 
 def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackType | None:
