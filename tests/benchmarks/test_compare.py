@@ -18,7 +18,9 @@ def test_every_package_comes_from_the_tree_that_is_measured(tmp_path: Path) -> N
         made.parent.mkdir(parents=True)
         made.touch()
 
-    asked = f"import {', '.join(PACKAGES)}; print(*[each.__file__ for each in ({', '.join(PACKAGES)})], sep='\\n')"
+    asked = "import importlib\n" + "".join(
+        f"print(importlib.import_module({package!r}).__file__)\n" for package in PACKAGES
+    )
     found = subprocess.run(
         [sys.executable, "-P", "-c", asked],
         env=environment_of(tmp_path),
