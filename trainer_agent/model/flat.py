@@ -210,8 +210,8 @@ def plan(
     device: str = "",
     policies: Mapping[str, Policy] | None = None,
 ) -> Plan:
-    """The layout of `model` under `optimizer`. `policies`: of buffers by name. Raises InvalidArgument for what
-    cannot be laid out.
+    """The layout of `model` under `optimizer`. `policies`: of buffers by name. Raises InvalidArgument for
+    what cannot be laid out.
 
     Constants stay in the trainer: parameters without gradient or optimizer group, and buffers that are
     neither floating-point nor int64.

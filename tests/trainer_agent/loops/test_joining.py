@@ -30,7 +30,7 @@ def joiner() -> Joiner:
         stopping=asyncio.Event(),
         duty=lambda: Next(Duty.TRAIN),
     )
-    return Joiner(context, nothing, nothing)  # type: ignore[arg-type]
+    return Joiner(context, nothing, nothing, nothing)  # type: ignore[arg-type]
 
 
 def attempts_within(seconds: float, steps_made: int) -> int:
