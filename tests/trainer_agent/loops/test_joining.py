@@ -28,6 +28,7 @@ def joiner() -> Joiner:
         exchange=nothing,
         source=nothing,
         stopping=asyncio.Event(),
+        spec=nothing,
         duty=lambda: Next(Duty.TRAIN),
     )
     return Joiner(context, nothing, nothing, nothing)  # type: ignore[arg-type]
