@@ -12,7 +12,8 @@ from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
 from trainer_agent.data import Shard
 from trainer_agent.tasks.activity import Held
-from trainer_agent.tasks.source import LaneReader, TaskFailed, TaskSource, TrainingOver
+from trainer_agent.tasks.lane_reader import LaneReader
+from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import NotLeader, PeerError, StaleGeneration
 from trireme_shared.protocol.records import AcquireTask, Task
