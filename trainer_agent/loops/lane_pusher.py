@@ -188,6 +188,7 @@ class LanePusher:
     async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
         """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is
         pushed as one."""
+        self._readers.read_ahead(work.lanes, self._prefetching)
         if not self._exchange.makes_steps_again:
             self._compute.forget_nodes()
         tables = bool(self._compute.layout.tables)

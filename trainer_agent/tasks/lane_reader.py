@@ -1,8 +1,12 @@
-"""The records of each lane: its tasks one after the other, their minibatches by position, the next task ahead.
+"""The records of each lane: its tasks one after the other, minibatches by position, the next task ahead.
 
     LanePosition ──at──► Portion(records, where the lane stands after them)
          | another index: acquire the task from the master, read its records in the executor
          +─ skip ─► next index       exhausted ─► no records       end ─► TrainingOver
+
+    a task is computed              ─► read_ahead: records of the following one, which the master named;
+                                       nobody holds that task yet, so it need not be renewed or given back
+    its last minibatch is computed  ─► prefetch: that task is acquired, and its records are there
 
 A lane can be taken over at any position: a task that is not loaded is acquired and read again, in the same
 order of records.
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer_agent.model.compute import Records
 from trainer_agent.tasks.activity import Held
@@ -37,13 +41,29 @@ class Portion:
     skipped: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadAhead:
+    """`task`: as the master named it; it is not acquired. `records`: None if they could not be read."""
+
+    task: Task
+    records: asyncio.Task[LoadedTask | None]
+
+    def has_records_of(self, task: Task) -> bool:
+        """Whether `task`, which was acquired, is that one. Nothing else of it may differ."""
+        given = self.task.with_fields(attempt=task.attempt, timeline=task.timeline)
+        return given == task
+
+
 class LaneReader:
-    """One lane. Not concurrent with itself: `at` and `prefetch` are called by one loop."""
+    """One lane. Not concurrent with itself: `at`, `read_ahead` and `prefetch` are called by one loop.
+
+    It has the records of two tasks in memory at most: those of the present one, and of the following one."""
 
     def __init__(self, lane: int, source: TaskSource, generation: Callable[[], int]) -> None:
         self._lane, self._source, self._generation = lane, source, generation
         self._loaded: LoadedTask | None = None
         self._next: asyncio.Task[LoadedTask | None] | None = None
+        self._read_ahead: _ReadAhead | None = None
         self._done = 0
         self._next_portion: Portion | None = None
 
@@ -96,8 +116,18 @@ class LaneReader:
         self._loaded = None
         return Portion(before, position, skipped=position.index != before.index)
 
+    def read_ahead(self, group: asyncio.TaskGroup) -> None:
+        """The present task is computed: read the records of the following one meanwhile."""
+        following = self._loaded.following if self._loaded is not None else None
+        if following is None or self._next is not None:
+            return
+        if self._read_ahead is not None and self._read_ahead.task == following:
+            return
+        self._drop_read_ahead()
+        self._read_ahead = _ReadAhead(following, group.create_task(self._source.read_ahead(following)))
+
     def prefetch(self, position: LanePosition, group: asyncio.TaskGroup) -> None:
-        """The lane's next step starts a new task: acquire and read it meanwhile."""
+        """The lane's next step starts a new task: acquire it meanwhile, and have its records."""
         if self._next is None and not position.exhausted:
             self._next = group.create_task(self._ahead(position))
 
@@ -107,6 +137,12 @@ class LaneReader:
         if self._next is not None:
             self._next.cancel()
             self._next = None
+        self._drop_read_ahead()
+
+    def _drop_read_ahead(self) -> None:
+        if self._read_ahead is not None:
+            self._read_ahead.records.cancel()
+            self._read_ahead = None
 
     def _prefetched(self, position: LanePosition) -> LoadedTask | None:
         """The task at `position`, if it was fetched ahead and is there by now; it becomes the loaded one."""
@@ -129,13 +165,25 @@ class LaneReader:
         match answer.answer:
             case "task":
                 assert answer.task is not None
-                return await self._source.load(answer.task)
+                return replace(await self._records_of(answer.task), following=answer.following)
             case "skip":
                 return _after_task(position, answer.stream_length)
             case "end":
                 raise TrainingOver
             case _:
                 return position.with_fields(offset=0, exhausted=True)
+
+    async def _records_of(self, task: Task) -> LoadedTask:
+        """Those that were read ahead, if they are those of `task`. One that is to be read alone is read
+        again."""
+        ahead = self._read_ahead
+        if ahead is not None and ahead.has_records_of(task):
+            loaded = await outcome_of(ahead.records)
+            self._read_ahead = None
+            if loaded is not None:
+                return replace(loaded, task=task)
+        self._drop_read_ahead()
+        return await self._source.load(task)
 
     async def _ahead(self, position: LanePosition) -> LoadedTask | None:
         """None if anything fails: then `at` asks again, and gets the error."""
@@ -190,6 +238,12 @@ class LaneReaders:
         if lane not in self._readers:
             self._readers[lane] = LaneReader(lane, self._source, self._generation)
         return self._readers[lane]
+
+    def read_ahead(self, lanes: Sequence[int], group: asyncio.TaskGroup) -> None:
+        """See LaneReader.read_ahead; lanes that this trainer does not read are left out."""
+        for lane in lanes:
+            if lane in self._readers:
+                self._readers[lane].read_ahead(group)
 
     def next(self, lane: int, position: LanePosition) -> Portion | None:
         """See LaneReader.next."""

@@ -45,6 +45,7 @@ from trireme_shared.protocol.records.step import LanePosition
 from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS, BegunWork
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
+READS_AHEAD = 2  # at once, so that what is waited for finds a thread of the process's readers
 READ_LIMIT_S = 120.0
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -66,12 +67,13 @@ class TaskFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
     """A task with its records in memory. `order`: in which they are trained; None: as they are.
-    `generation`: in which this trainer asked for the task (asynchronous)."""
+    `generation`: in which this trainer asked for the task (asynchronous). `following`: see TaskAnswer."""
 
     task: Task
     shard: Shard
     order: Indices | None = None
     generation: int = 0
+    following: Task | None = None
 
 
 class TaskSource:
@@ -96,6 +98,7 @@ class TaskSource:
         # what readers, in their threads, say of files that are trained all the same
         self._changed = deque[str]()
         self._master, self.offload, self._alone = master, offload, alone or offload
+        self._reads_ahead = asyncio.Semaphore(READS_AHEAD)
         self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
     async def acquire(
@@ -163,10 +166,7 @@ class TaskSource:
         offload = self._alone if task.alone else self.offload
         while True:
             try:
-                loaded = await offload(self._load, task)
-                while self._changed:
-                    self._warn(self._changed.popleft())
-                return loaded
+                return await self._read_in(offload, task)
             except DatasetError as error:
                 if error.__cause__ is not None:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
@@ -178,6 +178,22 @@ class TaskSource:
                     await backoff.failed(error)
                 except DeadlineExceeded:
                     raise error from None
+
+    async def read_ahead(self, task: Task) -> LoadedTask | None:
+        """As `load`, for a task that is not acquired yet. None if its records cannot be read now: `load` will
+        meet the same error, and then it is an attempt that fails."""
+        async with self._reads_ahead:
+            try:
+                return await self._read_in(self.offload, task)
+            except TriremeError as error:
+                log.info("not_read_ahead", task=task.task_id, cause=str(error))
+                return None
+
+    async def _read_in(self, offload: Offload, task: Task) -> LoadedTask:
+        loaded = await offload(self._load, task)
+        while self._changed:
+            self._warn(self._changed.popleft())
+        return loaded
 
     async def _tell_waiting(self, task: Task, tries: int, error: PeerError) -> None:
         """It is told again with the next try if it is lost."""
