@@ -42,15 +42,8 @@ from trainer_agent.loops.lane_pusher import LanePusher, LaneWork, Step
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.schedule import advance
 from trainer_agent.tasks.activity import Held, LanePace
-from trainer_agent.tasks.source import (
-    LaneReaders,
-    LoadedTask,
-    Portion,
-    TaskFailed,
-    TrainingOver,
-    is_due,
-    portion_of,
-)
+from trainer_agent.tasks.lane_reader import LaneReaders, Portion, is_due, portion_of
+from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver
 from trainer_agent.waiting import SingleErrorGroup, backoff_s
 from trireme_shared.checkpoints.schedule import is_final
 from trireme_shared.platform.runtime import clock, ids, telemetry

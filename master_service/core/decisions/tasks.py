@@ -81,10 +81,20 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     if (task := decision.answer.task) is None:
         return decision
     alone = job.budget.counts.has_died_at(task.epoch, task.task_id)
-    if not state.timeline and not alone:
+    following = _behind(job, task) if ask.stream is not None and not alone else None
+    if not state.timeline and not alone and following is None:
         return decision
     task = task.with_fields(timeline=state.timeline, alone=alone)
-    return replace(decision, answer=decision.answer.with_fields(task=task))
+    return replace(decision, answer=decision.answer.with_fields(task=task, following=following))
+
+
+def _behind(job: Job, task: Task) -> Task | None:
+    """What the lane may read ahead. None for a task at which a process has died: its records are read
+    alone."""
+    following = job.training.behind(task)
+    if following is None or job.budget.counts.has_died_at(following.epoch, following.task_id):
+        return None
+    return following.with_fields(timeline=job.state.timeline)
 
 
 def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:

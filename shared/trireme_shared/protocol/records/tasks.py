@@ -135,6 +135,11 @@ class TaskAnswer(Record):
     reason: str = ""
     retry_after_s: float = Field(default=0.0, description="Ask again after so many seconds.")
     task: Task | None = Field(default=None, description="The task; null: none.")
+    following: Task | None = Field(
+        default=None,
+        description="The lane's task behind `task`, which nobody is given by this answer (`attempt` 0): its "
+        "records may be read while `task` is computed; null: there is none.",
+    )
     stream_length: int = 0
 
 
