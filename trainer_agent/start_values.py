@@ -215,9 +215,9 @@ def load_training_state(
     order = [(number, p) for number, group in enumerate(own) for p in group["params"]]
     keys = [key for group in groups for key in group["params"]]
     for index, (key, (number, parameter)) in enumerate(zip(keys, order, strict=True)):
-        if not parameter.requires_grad:
-            continue
         values = {name: value for name, value in state.get(key, {}).items() if value is not None}
+        if not parameter.requires_grad and not values:  # it may be thawed, and then begins anew
+            continue
         taken[index] = {name: _tensor(name, value, kinds[number]) for name, value in values.items()}
         if problem := _problem(parameter, taken[index], kinds[number]):
             problems.append(f"{names.get(id(parameter), '?')} {problem}")

@@ -40,7 +40,7 @@ from trainer_agent.data.in_code import reading
 from trainer_agent.model import optimizer as optimizer_spec
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
-from trainer_agent.model.flat import checked_model, plan, trained_parameters
+from trainer_agent.model.flat import checked_model, plan
 from trainer_agent.model.gradient_tree import (
     GradientClipper,
     LeftOutError,
@@ -51,6 +51,7 @@ from trainer_agent.model.gradient_tree import (
 from trainer_agent.model.minibatch import BackwardGuard, checked_loss, means_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
+from trainer_agent.model.watch.freezing import on_gradient
 from trainer_agent.model.watch.minibatch_rules import Modes, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
@@ -189,31 +190,32 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = optimizer_spec.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
-    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)  # refuses what no job can train
+    thaws = user.loop is None
+    laid_out = plan(  # refuses what no job can train
+        model, optimizer, spec.block_bytes, spec.slot_count, thaws=thaws
+    )
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
     schedule = Schedule(scheduler, spec, user.guard)
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
-    trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
+    named, guard = dict(model.named_parameters()), BackwardGuard(user)
+    trained = {place.name: named[place.name] for place in laid_out.parameters}
     modes = Modes(model, own_loop=user.loop is not None)
     if modes.notice:
         report(modes.notice)
     clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
-    unshared = UnsharedState(model, laid_out, optimizer, steps_elsewhere=False)
+    unshared = UnsharedState(model, laid_out, optimizer, user, steps_elsewhere=False)
 
-    def on_gradient(parameter: torch.Tensor) -> None:
+    def made(parameter: torch.Tensor) -> None:
         guard.permit()
         if (
             parameter.grad is not None and parameter.grad.is_sparse
         ):  # as a trainer does: to clip and to step any optimizer
             parameter.grad = parameter.grad.to_dense()
 
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-        for parameter in trained.values()
-    ]
+    hooks = [on_gradient(parameter, made) for parameter in trained.values()]
     result, reader = (
         PlainResult(model, optimizer, tables),
         open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),

@@ -21,12 +21,20 @@ from typing import TYPE_CHECKING
 
 from trainer_agent.data_plane.pushes import NodeSink, Outboxes, PushedRows, Verdict
 from trainer_agent.loops.context import LoopContext
-from trainer_agent.model.compute import Compute, LaneResult, Ready, Records, metrics_of, node_result
+from trainer_agent.model.compute import (
+    Compute,
+    LaneResult,
+    Ready,
+    Records,
+    lanes_differ,
+    metrics_of,
+    node_result,
+)
 from trainer_agent.tasks.source import LaneReaders, Portion, TaskFailed, outcome_of
 from trainer_agent.tasks.steps import Times
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform.runtime import clock
-from trireme_shared.protocol.errors import TriremeError, UserCodeError
+from trireme_shared.protocol.errors import FrozenDiffer, InvalidArgument, TriremeError, UserCodeError
 from trireme_shared.protocol.lanes import Interval, aligned_intervals, step_seed
 from trireme_shared.protocol.records import StepMetrics, Task
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, NodeResult, result_of
@@ -146,12 +154,16 @@ class LanePusher:
 
     async def push(self, step: Step, header: PushHeader, work: LaneWork) -> bool:
         """Compute the lanes, unless they are computed already, and push each block as soon as it is finished.
-        True if all blocks are acknowledged. Raises TaskFailed, UserCodeError, TriremeError."""
+        True if all blocks are acknowledged. Raises TaskFailed, UserCodeError, TriremeError; InvalidArgument:
+        the lanes of other trainers train other parameters."""
         work.rests.clear()
         try:
             async with self._exchange.pushing(header, work.outboxes) as verdicts:
                 if not work.computed:
                     await self._compute_unless_given_up(step, work)
+        except FrozenDiffer as error:
+            number = int(error.details["parameter"])
+            raise InvalidArgument(lanes_differ(self._compute.places, number), step=step.number) from error
         finally:
             work.rests.set()
         return set(verdicts.values()) <= {Verdict.ACKNOWLEDGED}

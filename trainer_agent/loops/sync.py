@@ -276,7 +276,8 @@ class Joiner:
             request = self._directory.checkpoint_request or self._exchange.checkpoint_again()
             generation = self._exchange.fleet.generation
             asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
-            before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
+            plateau, frozen = self._evaluator.plateau_value(version), version.without_gradient
+            before = BeforeStep(ends_epoch(version.positions), plateau, frozen=frozen)
             self._lane_zero = step, self._compute.begin_step(before).with_fields(asked=asked)
         return self._lane_zero[1]
 

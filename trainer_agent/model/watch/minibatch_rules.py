@@ -12,7 +12,7 @@ MissingGradients    plain PyTorch leaves a parameter without a gradient alone, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -169,11 +169,13 @@ class MissingGradients:
         self._warnings: list[str] = []
         self._count = 0
 
-    def minibatch(self, made: Sequence[int]) -> None:
-        """`made[i]`: how many gradients parameter i of the plan got."""
+    def minibatch(self, made: Sequence[int], frozen: Collection[int] = ()) -> None:
+        """`made[i]`: how many gradients parameter i of the plan got. `frozen`: parameters that nobody steps
+        then."""
         if all(made):
             self._had = [True] * len(made)
             return
+        lacking = [not count and index not in frozen for index, count in enumerate(made)]
         for moving, cause in (
             (self._decays, "weight decay"),
             (
@@ -181,9 +183,9 @@ class MissingGradients:
                 "what the optimizer has kept",
             ),
         ):
-            found = zip(self._names, moving, made, strict=True)
+            found = zip(self._names, moving, lacking, strict=True)
             self._tell(
-                [name for name, moves, count in found if moves and not count and name not in self._told],
+                [name for name, moves, lacks in found if moves and lacks and name not in self._told],
                 cause,
             )
         self._had = [had or bool(count) for had, count in zip(self._had, made, strict=True)]

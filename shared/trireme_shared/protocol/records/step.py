@@ -11,12 +11,13 @@ The tree fixes the order of additions, as it does for gradients: who computed wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from pydantic import Field
 
-from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.lanes import Interval, intervals
 from trireme_shared.protocol.metrics import MOST_NAMES
 from trireme_shared.protocol.records.record import Record
 
@@ -66,7 +67,11 @@ Sums = tuple[float, float, float, float]
 """Of one name: the sum of the values, how much they weigh, the smallest and the largest."""
 
 
-class NodeResult(Record):
+Numbers = tuple[Interval, ...]
+"""Parameters by their numbers in the layout, as intervals [first, last) that ascend."""
+
+
+class LaneSums(Record):
     """Of some lanes of a step: loss x records, records, records left out because they were not finite, and
     what was logged."""
 
@@ -76,7 +81,17 @@ class NodeResult(Record):
     metrics: dict[str, Sums] = Field(default_factory=dict)
 
 
-class StepResult(NodeResult):
+class NodeResult(LaneSums):
+    """Of some lanes of a step, as it is pushed: with what they had no gradient of."""
+
+    #: The parameters that had no gradient in the step, because they required none. None: not known, as of
+    # lanes without records.
+    frozen: Numbers | None = None
+    #: Those of them that require a gradient from the next step on.
+    thawed: Numbers = ()
+
+
+class StepResult(LaneSums):
     """Of all lanes of a step. `lr`: learning rate of each group in it. `grad_norm`: of its whole gradient, if
     that is known. What is not finite is left out."""
 
@@ -99,10 +114,26 @@ class StepRecord(Record):
     result: StepResult | None = None
     results: tuple[StepResult, ...] = ()
     schedules: tuple[LaneZero, ...] = ()
+    #: Which parameters were left as they were in the step that made this version, see NodeResult. None: it
+    # is the first version, or not known.
+    frozen: Numbers | None = None
+    thawed: Numbers = ()
+
+    @property
+    def without_gradient(self) -> Numbers | None:
+        """The parameters that require no gradient when the next step begins; None: as at first."""
+        if self.frozen is None or not self.thawed:
+            return self.frozen
+        return tuple(intervals(sorted(set(numbers_in(self.frozen)) - set(numbers_in(self.thawed)))))
 
     @property
     def asked(self) -> CheckpointAsked | None:
         return self.lane_zero.asked if self.lane_zero is not None else None
+
+
+def numbers_in(numbers: Numbers) -> Iterator[int]:
+    """One by one, ascending."""
+    return chain.from_iterable(range(*each) for each in numbers)
 
 
 def joined(left: NodeResult, right: NodeResult) -> NodeResult:
@@ -113,6 +144,8 @@ def joined(left: NodeResult, right: NodeResult) -> NodeResult:
         records=left.records + right.records,
         skipped=left.skipped + right.skipped,
         metrics={name: _added(left.metrics.get(name), right.metrics.get(name)) for name in names},
+        frozen=right.frozen if left.frozen is None else left.frozen,
+        thawed=right.thawed if left.frozen is None else left.thawed,
     )
 
 

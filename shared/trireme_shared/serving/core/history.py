@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trireme_shared.protocol.errors import FrozenDiffer
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records.step import (
     LanePosition,
     LaneZero,
     NodeResult,
+    Numbers,
     StepRecord,
     StepResult,
+    numbers_in,
     result_of,
     step_result,
 )
@@ -31,6 +34,20 @@ MOST_RESULTS, MOST_VALUES = 1024, 16_384
 RESULTS_AT_ONCE, VALUES_AT_ONCE = 256, 512  # of an answer
 
 Positions = Mapping[int, LanePosition]
+
+
+def check_frozen(step: int, one: tuple[Numbers, Numbers], other: tuple[Numbers, Numbers]) -> None:
+    """`one`, `other`: of two lanes, the parameters that are frozen in the step, and those of them that thaw
+    for the next one. Raises FrozenDiffer: both lanes must say the same."""
+    if one == other:
+        return
+    for mine, theirs in zip(one, other, strict=True):
+        if differ := set(numbers_in(mine)) ^ set(numbers_in(theirs)):
+            raise FrozenDiffer(
+                f"lanes differ in whether parameter number {min(differ)} requires a gradient in step {step}",
+                parameter=min(differ),
+                step=step,
+            )
 
 
 @dataclass(slots=True)
@@ -129,7 +146,10 @@ class History:
         self, header: PushHeader, positions: Positions, lanes: Interval, result: NodeResult | None = None
     ) -> None:
         """A block takes data of these lanes: the header's positions and lane 0's state hold for step
-        `header.step` from now on, and so does the lanes' result."""
+        `header.step` from now on, and so does the lanes' result. Raises FrozenDiffer."""
+        known = self._frozen(header.step)
+        if result is not None and result.frozen is not None and known is not None:
+            check_frozen(header.step, (result.frozen, result.thawed), known)
         if header.step + 1 in self._records:
             return
         notes = self._notes.setdefault(header.step, Notes())
@@ -182,6 +202,22 @@ class History:
         record = self._records.get(step + 1)
         return record.lane_zero if record else None
 
+    def frozen(self, step: int) -> Numbers:
+        """The parameters that have no gradient in `step`, as far as that is known: once the data of a lane
+        is there."""
+        known = self._frozen(step)
+        return () if known is None else known[0]
+
+    def _frozen(self, step: int) -> tuple[Numbers, Numbers] | None:
+        """As the lanes say: frozen in the step, and thawed for the next one. None: not known."""
+        if (record := self._records.get(step + 1)) is not None:
+            return None if record.frozen is None else (record.frozen, record.thawed)
+        notes = self._notes.get(step)
+        for result in notes.results.values() if notes is not None else ():
+            if result.frozen is not None:
+                return result.frozen, result.thawed
+        return None
+
     def learn_norm(self, step: int, norm: float) -> None:
         """Of a step under way; the first one counts."""
         if step + 1 not in self._records:
@@ -199,15 +235,22 @@ class History:
         """A block has reached `version`, so the notes of its step are complete."""
         if version in self._records:
             return
+        known, before = self._frozen(version - 1), self._records.get(version - 1)
         notes = self._notes.pop(version - 1, Notes())
         positions = tuple(notes.positions[lane] for lane in sorted(notes.positions))
         result = self._result(version - 1, positions, notes)
+        if known is None:  # no lane had records
+            frozen, thawed = before.without_gradient if before is not None else None, ()
+        else:
+            frozen, thawed = known
         self._records[version] = StepRecord(
             version=version,
             positions=positions,
             lane_zero=notes.lane_zero,
             grad_norm=notes.grad_norm,
             result=result,
+            frozen=frozen,
+            thawed=thawed,
         )
         if result is not None:
             self.results.add(result)

@@ -39,11 +39,11 @@ def model():
     return Model()
 """
 CHANGES = {
-    "self.teacher.weight.mul_(0.9)": "parameter teacher.weight, which the optimizer does not hold",
+    "self.teacher.weight.mul_(0.9)": "parameter teacher.weight, which is not trained",
     "self.teacher.weight.data = self.body.weight.detach() * 0.5": (
-        "parameter teacher.weight, which the optimizer does not hold"
+        "parameter teacher.weight, which is not trained"
     ),
-    "self.teacher.bias.data.add_(0.1)": "parameter teacher.bias, which the optimizer does not hold",
+    "self.teacher.bias.data.add_(0.1)": "parameter teacher.bias, which is not trained",
     "self.body.weight.data.clamp_(-0.01, 0.01)": (
         "parameter body.weight; only the optimizer may change parameters"
     ),
