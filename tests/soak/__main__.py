@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.soak import isolation
 from tests.soak.growth import Growth
 from tests.soak.inflict import Cost
-from tests.soak.plan import CREWS, DISKS, KINDS, PACKETS, PSERVER_PACKETS, Kind
+from tests.soak.plan import CREWS, DISKS, KINDS, PACKETS, Kind, harmless
 from tests.soak.receipts import collective_table, table, write
 from tests.soak.run import SoakError, Trained
 from tests.soak.soak import disturbed, epochs_for, undisturbed
@@ -89,12 +89,10 @@ def permitted(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def reached(kinds: Sequence[Kind], transport: str) -> list[Kind]:
-    """Without those that would harm nobody: members of one host reach a parameter server through its UNIX
-    socket, in all they ask of it, unless `transport` is tcp. Says so."""
-    if transport != "tcp" and (unreached := [kind for kind in kinds if kind in PSERVER_PACKETS]):
-        say(f"skipped: {', '.join(unreached)}: only with --transport tcp do packets go to a parameter server")
-        return [kind for kind in kinds if kind not in PSERVER_PACKETS]
-    return list(kinds)
+    """Without those that `transport` makes harmless; says so."""
+    if skipped := [kind for kind in kinds if kind in harmless(transport)]:
+        say(f"skipped: {', '.join(skipped)}: only with --transport tcp do packets go to a parameter server")
+    return [kind for kind in kinds if kind not in skipped]
 
 
 def runs(folder: Path, arguments: argparse.Namespace) -> int:

@@ -71,10 +71,9 @@ class Kind(StrEnum):
     RESIZE = "resize"
 
 
-PSERVER_PACKETS = frozenset({Kind.CUT_PSERVERS, Kind.LOSSY_PSERVERS})
-PACKETS = frozenset({Kind.CUT_ETCD, Kind.LOSSY_ETCD}) | PSERVER_PACKETS
+PACKETS = frozenset({Kind.CUT_ETCD, Kind.LOSSY_ETCD, Kind.CUT_PSERVERS, Kind.LOSSY_PSERVERS})
 DISKS = frozenset({Kind.FULL_DATA, Kind.FULL_CHECKPOINTS})
-OF_PSERVERS = frozenset({Kind.KILL_PSERVER}) | PSERVER_PACKETS
+OF_PSERVERS = frozenset({Kind.KILL_PSERVER, Kind.CUT_PSERVERS, Kind.LOSSY_PSERVERS})
 OF_COLLECTIVE = frozenset({Kind.KILL_JOINER, Kind.KILL_TRAINERS, Kind.RESIZE})
 KINDS = {
     Strategy.PARAMETER_SERVER: tuple(kind for kind in Kind if kind not in OF_COLLECTIVE),
@@ -83,6 +82,12 @@ KINDS = {
 ANYWHERE = tuple(kind for kind in KINDS[Strategy.PARAMETER_SERVER] if kind not in PACKETS | DISKS)
 LOSS = 0.3
 ETCD_SILENT_S = (2.0, 6.0, 10.0)
+
+
+def harmless(transport: str) -> frozenset[Kind]:
+    """Those that would harm nobody: members of one host reach a parameter server through its UNIX socket, in
+    all they ask of it, unless `transport` is tcp."""
+    return frozenset() if transport == "tcp" else PACKETS & OF_PSERVERS
 
 
 @dataclass(frozen=True)
