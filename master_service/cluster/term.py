@@ -104,6 +104,7 @@ class ClusterTerm:
         self._start, self._make, self._rebalance_s = start, make, rebalance_s
         self._watch = PoolWatch(etcd, keys, self._on_member)
         self._changed = asyncio.Event()
+        self._ended = garbage.EndedJobs()
         self._group: asyncio.TaskGroup
 
     def __repr__(self) -> str:
@@ -158,6 +159,7 @@ class ClusterTerm:
                 continue
             if await self._follow_resizes() or portions.stale:
                 continue
+            self._ended.after_schedule()
             scheduled_s = None if isinstance(created, Failed) else created
             looks = [LOOK_S, scheduled_s, portions.next_look_s]
             # while many members join or leave, each change would have a schedule of its own
@@ -300,6 +302,7 @@ class ClusterTerm:
                 self._failures.pop(term.job, None)
         finally:
             self.jobs.pop(term.job, None)
+            self._ended.add()
             self._followed.pop(term.job, None)
             self._changed.set()
 

@@ -78,7 +78,8 @@ def schedule(
 @dataclass
 class _Making:
     """One schedule while it is made. `jobs`: those that change. `gives`: places for jobs, of each kind.
-    `events`: by the job or the place that they are about."""
+    `events`: by the job or the place that they are about. `short`: ACTIVE jobs below their minimum; of
+    thousands they are few, and the others need not be seen one by one."""
 
     state: ClusterState
     now: float
@@ -91,6 +92,7 @@ class _Making:
     puts: dict[Place, Assignment] = field(default_factory=dict)
     events: dict[str | Place, list[Event]] = field(default_factory=dict)
     tasks: TaskTurn = field(default_factory=TaskTurn)
+    short: Collection[str] = ()
     left: int = 0  # idle trainers that no minimum needs; counted by _give_minimum
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class _Making:
         stays = [
             job for job in self.state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving
         ]
-        short = {job.job for job in stays if self._short(job)}
+        short = self.short = {job.job for job in stays if self._short(job)}
         admission = admit([*stays, *tasks.ready], self.view.usable, short)
         self._preempt(admission)
         targets = self._targets(admission.running, admission.starting)
@@ -172,9 +174,8 @@ class _Making:
         for job in admission.starting:
             self._explain(job, reason_of_starting(job, self.view))
         for job in admission.running:
-            why = reason_of_short(job, self.view)
-            if why or job.reason.startswith(LACKS):
-                self._explain(job, why)
+            if job.job in self.short or job.reason.startswith(LACKS):
+                self._explain(job, reason_of_short(job, self.view))
 
     # -------------------------------------------------------------- how many
 
@@ -185,13 +186,11 @@ class _Making:
         """A job that has not started yet claims its least number only: nobody gives up more before it can be
         used."""
         claims = []
+        held, unfit = self.view.held["trainer"], self.unfit["trainer"]
+        there = self.view.usable["trainer"] + self.view.held_back
         for job in (*running, *starting):
             runs = job.standing is Standing.ACTIVE
-            fit = (
-                self.view.usable["trainer"]
-                + self.view.held_back
-                - (self.unfit["trainer"][job.job] if runs else 0)
-            )
+            fit = there - (unfit[job.job] if runs else 0)
             least = min(job.least_trainers, fit)
             claims.append(
                 Claim(
@@ -200,7 +199,7 @@ class _Making:
                     most=max(least, min(job.most_trainers, fit)) if runs else least,
                     priority=job.scheduling.priority,
                     weight=job.scheduling.weight,
-                    held=len(self.view.holds("trainer", job.job)),
+                    held=len(held.get(job.job, ())),
                     number=job.number,
                 )
             )
@@ -211,7 +210,8 @@ class _Making:
         yet have what is idle kept for them. Answers the started ones."""
         left = {kind: len(self.view.idle[kind]) for kind in KINDS}
         started = []
-        for job in sorted([*admission.running, *admission.starting], key=attrgetter("turn")):
+        short = [job for job in admission.running if job.job in self.short]
+        for job in sorted([*short, *admission.starting], key=attrgetter("turn")):
             needs = job.needs
             starts = job.standing is not Standing.ACTIVE
             if starts and all(needs[kind] <= left[kind] for kind in KINDS):
