@@ -135,6 +135,21 @@ def test_a_preemptible_job_of_lower_priority_uses_what_waits_and_gives_it_back()
     assert state.jobs["small"].preempted_by == "big"
 
 
+def test_a_preemptible_job_passes_nobody_of_its_own_priority():
+    """`equal` could not have back what `small` took, once `big` has what it waits for."""
+    state = state_of(
+        active("x", pservers=2),
+        job_of("big", pservers=3),
+        job_of("equal", priority=10),
+        job_of("small", priority=10, preemptible=True),
+        trainers=4,
+        pservers=4,
+    )
+    give(state, "x", "p0", "p1", "t0")
+    settle(state)
+    assert [state.jobs[name].standing for name in ("big", "equal", "small")] == [Standing.QUEUED] * 3
+
+
 @pytest.mark.parametrize("count", [25])
 def test_only_the_first_that_wait_have_numbers_in_their_reasons(count):
     jobs = [job_of(f"j{number:02}", number + 1, pservers=1) for number in range(count)]

@@ -4,7 +4,8 @@ how many trainers each gets (`shares`).
 Each job needs its parameter servers and its least number of trainers at once (gang), or it waits. Jobs are
 asked in the order of priority, then of submission. A job that does not fit holds back later ones, which would
 otherwise take one by one what it waits for; trainers above a minimum work for running jobs meanwhile. A
-preemptible job of a lower priority is not held back, because it can be taken away again.
+preemptible job of a lower priority is not held back, because it can be taken away again, unless another of
+its own priority waits.
 
 PoolView is the pool as one schedule sees it: who holds which place, what is idle, what will be idle soon.
 IdlePlaces chooses the idle members that a job gets.
@@ -432,12 +433,12 @@ def admit(ready: Iterable[ClusterJob], usable: dict[Kind, int], short: set[str])
 
 
 def _before(job: ClusterJob, held_back: dict[int, dict[Kind, int]]) -> dict[Kind, int]:
-    """What jobs that come first wait for and this one must not take."""
-    counted = [
-        waits
-        for priority, waits in held_back.items()
-        if not (job.scheduling.preemptible and priority > job.scheduling.priority)
-    ]
+    """What jobs that come first wait for and this one must not take. A higher priority can have the members
+    of a preemptible job back, one of the same priority cannot: whoever waits behind such a one passes nobody.
+    """
+    mine = job.scheduling.priority
+    passes = job.scheduling.preemptible and mine not in held_back
+    counted = [waits for priority, waits in held_back.items() if not (passes and priority > mine)]
     return {kind: sum(waits[kind] for waits in counted) for kind in KINDS}
 
 

@@ -174,7 +174,7 @@ class _Making:
         for job in admission.starting:
             self._explain(job, reason_of_starting(job, self.view))
         for job in admission.running:
-            if job.job in self.short or job.reason.startswith(LACKS):
+            if job.job in self.short or job.job in self.jobs or job.reason.startswith(LACKS):
                 self._explain(job, reason_of_short(job, self.view))
 
     # -------------------------------------------------------------- how many
