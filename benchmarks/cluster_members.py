@@ -4,8 +4,8 @@
 A real etcd that syncs every write and a real leader of a cluster, each a process; the places are simulated in
 `--processes` others (benchmarks/simulated_places.py). Every job has one parameter server and an equal part of
 the other places as trainers; some more trainers would be of use to each. Dashboards and viewers are in this
-process: a dashboard asks for jobs, pool and members every 2 s and holds the stream of the cluster's events, a
-viewer holds the stream of one job's; every second one of a job that has ended. Once all jobs train, for
+process: a dashboard asks for jobs, pool and members every 2 s, each at a time of its own, and holds the stream
+of the cluster's events, a viewer holds the stream of one job's; every second one of a job that has ended. Once all jobs train, for
 `--seconds`:
 
     late         by how much the leader's loop wakes too late (it sleeps for 2 ms at a time)
@@ -224,7 +224,8 @@ class Lookers:
         self.cluster, self.listed, self.events = cluster, [0.0], 0
         self.listed.clear()
 
-    async def dashboard(self) -> None:
+    async def dashboard(self, number: int) -> None:
+        await asyncio.sleep(DASHBOARD_S * number / self.cluster.given.dashboards)
         async with asyncio.TaskGroup() as group:
             group.create_task(self.follow("/v1/cluster/events/stream"))
             while True:
@@ -300,7 +301,7 @@ async def measure(given: argparse.Namespace) -> Found:
             )
         )
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(lookers.dashboard()) for _ in range(given.dashboards)]
+            tasks = [group.create_task(lookers.dashboard(n)) for n in range(given.dashboards)]
             for name in itertools.islice(followed, given.viewers):
                 path = f"/v1/jobs/{name}/events/stream"
                 tasks.append(group.create_task(lookers.follow(path)))

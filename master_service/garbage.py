@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from trireme_shared.platform.runtime import clock
 
-THRESHOLDS = 50_000, 10, 10
+THRESHOLDS = 50_000, 4, 4
 ENDED = 64
 LONG_S = 0.03
 ALL_S = 600.0
@@ -51,7 +51,7 @@ class Collections:
         now = clock.monotonic()
         if phase == "start":
             self._began = now
-        elif info["generation"] == 2 and now - self._began > LONG_S:
+        elif info["generation"] and now - self._began > LONG_S:
             gc.freeze()
             self._set_aside = now
         elif self._set_aside and now - self._set_aside > ALL_S:
