@@ -50,7 +50,7 @@ from trireme_shared.protocol.records.checkpoints import (
     Manifest,
     OwnCheckpoints,
 )
-from trireme_shared.protocol.records.layout import Block
+from trireme_shared.protocol.records.layout import Block, OptimizerSpec
 from trireme_shared.protocol.wire.messages import InitHeader
 from trireme_shared.serving.core.ledger import Ledger, SavedLedger
 from trireme_shared.serving.core.store import Store
@@ -97,7 +97,7 @@ async def _load(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dic
         try:
             place = (pserver.index, slots, pserver.schedule, pserver.new_pool(), pserver.clipping)
             found: tuple[Store, dict[str, int]] = await context.offload(
-                load_store, spec.storage, context.keys.job, layout.digest, ref, *place
+                load_store, spec.storage, context.keys.job, layout.digest, ref, *place, layout.optimizer
             )
         except (CheckpointUnusable, PeerError):
             raise
@@ -278,17 +278,19 @@ def load_store(
     schedule: Schedule | None,
     pool: BufferPool | None = None,
     clipping: Clipping | None = None,
+    optimizer: OptimizerSpec | None = None,
 ) -> tuple[Store, dict[str, int]]:
     """A store of the blocks that `slots` gives to pserver `index`; the number of pservers that wrote the
     parts does not matter. Each part that holds some of them is read whole and checked. Second: how many
     minibatches all blocks have of each task that was open at an asynchronous checkpoint (-1: all). `digest`:
-    of the job's layout.
+    of the job's layout. `optimizer`: the job's, which may have other options than the checkpoint was made
+    with; None: that of the checkpoint.
 
     Raises CheckpointUnusable, OSError.
     """
     manifest = stored.read_manifest(storage_url, job, ref)
     check_model(manifest, ref, digest)
-    store = store_of(_header(manifest, index), schedule, pool, clipping)
+    store = store_of(_header(manifest, index, optimizer), schedule, pool, clipping)
     parts = {part.pserver: part for part in manifest.parts}
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
     of_rows: list[tuple[SavedLedger, int, int]] = []
@@ -329,13 +331,14 @@ def _ledger(ref: CheckpointRef, summary: Summary) -> tuple[SavedLedger, tuple[in
         stored.unusable(ref, f"it lacks ledger of its part: {error.message}", error)
 
 
-def _header(manifest: Manifest, index: int) -> InitHeader:
+def _header(manifest: Manifest, index: int, optimizer: OptimizerSpec | None) -> InitHeader:
+    layout = manifest.layout
     return InitHeader(
         job=manifest.job,
         generation=manifest.timeline,
         mode=manifest.mode,
         lanes=manifest.lanes,
-        layout=manifest.layout,
+        layout=layout.with_fields(optimizer=optimizer) if optimizer is not None else layout,
         pserver=index,
         record=manifest.record,
     )

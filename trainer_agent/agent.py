@@ -275,7 +275,7 @@ class Agent:
     async def _train(self) -> Task | None:
         """The task of another kind that ended an asynchronous training, if any."""
         if self._spec.mode is Mode.SYNC:
-            self._loop = SyncLoop(self._context, self._evaluator)
+            self._loop = SyncLoop(self._context, self._initial, self._evaluator)
         else:
             assert self._servers is not None  # a collective job is synchronous
             self._loop = AsyncLoop(self._context, self._servers, self._pauses, self._initial, self._evaluator)

@@ -39,6 +39,7 @@ from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
+from trainer_agent.tasks.source import READS_AHEAD
 from trainer_agent.waiting import SingleErrorGroup, end_tasks, retry
 from trireme_shared import __version__
 from trireme_shared.platform import etcd as etcd_client
@@ -68,7 +69,7 @@ COUNTERS = {  # field of Done -> (name, help)
 }
 REPORT_S = 30.0
 NEW_SPEC_S = 10.0  # a master writes it when it takes over
-READER_THREADS = 2
+READER_THREADS = READS_AHEAD + 1  # one is for what is waited for
 _ANOTHER_DISPATCH = {
     Dispatch.ETCD: "job {job} has dispatch: etcd, its trainers keep the task queue themselves; start them "
     "with `python -m trireme.masterless`",

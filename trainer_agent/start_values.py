@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +49,11 @@ NOT_PARTIAL = (
 )
 NO_TABLES = Fit()
 INSPECTED = "-"  # storage of a script that is only tried
+V = TypeVar("V")
 log = telemetry.logger("start_values")
 SHOWN_PROBLEMS = 5
+PARALLEL, COMPILED = "module", "_orig_mod"  # what nn.DataParallel and torch.compile call the model in them
+PYTORCH = {"format": "pt"}  # of a safetensors file; transformers loads no file that does not say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def start_values(model: nn.Module, spec: JobSpec, initial: str = "") -> Started:
         log.warning("init_partial", init_from=spec.init_from, left_out=started.sentence)
     log.info("start_values_loaded", init_from=spec.init_from, digest=started.digest)
     if spec.storage != INSPECTED and not files.exists(_copy(spec, started.digest)):
-        files.write_bytes(_copy(spec, started.digest), save(state_of(model)))
+        files.write_bytes(_copy(spec, started.digest), save(state_of(model), PYTORCH))
     return started
 
 
@@ -112,9 +116,11 @@ def load_state(
     hint: str = PARTIAL,
     tables: Fit = NO_TABLES,
 ) -> str:
-    """Copy `values` to the model's parameters and buffers of these names; what was left out, also of its
-    `tables`. Raises InvalidArgument if they are not those of the model; `partial`: if none of them is."""
+    """Copy `values` to the model's parameters and buffers of these names, with or without what DataParallel
+    and torch.compile put before them; what was left out, also of its `tables`. Raises InvalidArgument if they
+    are not those of the model; `partial`: if none of them is."""
     own = _tensors(model)
+    values = _named_as(own, values)
     fitting = {
         name: value for name, value in values.items() if name in own and _kind(own[name]) == _kind(value)
     }
@@ -149,6 +155,23 @@ def load_state(
     return f"{loaded}; {sentence}" if sentence else ""
 
 
+def _named_as(own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`values` with the names that the model has for them, if they differ by the prefixes of wrappers
+    alone."""
+    names = dict(zip(_unwrapped(list(own)), own, strict=True))
+    bare = zip(values, _unwrapped(list(values)), strict=True)
+    renamed = {name: name if name in own else names.get(without, name) for name, without in bare}
+    taken = Counter(renamed.values())
+    return {renamed[name] if taken[renamed[name]] == 1 else name: value for name, value in values.items()}
+
+
+def _unwrapped(names: list[str]) -> list[str]:
+    names = [name.replace(f"{COMPILED}.", "") for name in names]
+    while names and all(name.startswith(f"{PARALLEL}.") for name in names):
+        names = [name.removeprefix(f"{PARALLEL}.") for name in names]
+    return names
+
+
 def digest_of(model: nn.Module) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of model.state_dict()."""
     digest = hashlib.sha256()
@@ -166,6 +189,34 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def without_wrappers(model: nn.Module, state: Mapping[str, V]) -> dict[str, V]:
+    """`state`, which has the names of model.state_dict(), with those that it has without DataParallel and
+    torch.compile around the model or its modules."""
+    wrappers = _wrappers(model)
+    return {_bare_name(name, wrappers): value for name, value in state.items()}
+
+
+def _wrappers(model: nn.Module) -> list[str]:
+    """What the names of the modules in a wrapper begin with; those farthest inside come first. A module that
+    a script itself calls `module` is none."""
+    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    found = [
+        f"{path}.{child}.".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for child in dict(module.named_children())
+        if child == COMPILED or (child == PARALLEL and isinstance(module, parallel))
+    ]
+    return sorted(found, key=len, reverse=True)
+
+
+def _bare_name(name: str, wrappers: list[str]) -> str:
+    for wrapper in wrappers:
+        if name.startswith(wrapper):
+            outside = wrapper.removesuffix(".").rpartition(".")[0]
+            name = f"{outside}.{name.removeprefix(wrapper)}".lstrip(".")
+    return name
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

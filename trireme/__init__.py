@@ -1,7 +1,7 @@
-"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables),
-`trireme.optim`, `trireme.log`, `trireme.train`, `trireme.total_steps`, and for a loop of its own
-`trireme.prepare` and `trireme.backward`, or `trireme.CollectiveCommunicator`; for programs and notebooks
-`trireme.run`. The import loads neither torch nor pydantic."""
+"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables, averages),
+`trireme.metrics`, `trireme.optim`, `trireme.log`, `trireme.train`, `trireme.total_steps`, and for a loop of
+its own `trireme.prepare` and `trireme.backward`, or `trireme.CollectiveCommunicator`; for programs and
+notebooks `trireme.run`. The import loads neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer_agent.own_loop.job_steps import steps_per_epoch as steps_per_epoch
     from trainer_agent.own_loop.job_steps import total_steps as total_steps
     from trireme import data as data
+    from trireme import metrics as metrics
     from trireme import nn as nn
     from trireme import optim as optim
     from trireme.background.errors import InvalidSetting as InvalidSetting
@@ -53,6 +54,7 @@ __all__ = [
     "data",
     "log",
     "log_metrics",
+    "metrics",
     "nn",
     "optim",
     "prepare",
@@ -86,7 +88,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "nn", "optim"):
+    if name in ("data", "metrics", "nn", "optim"):
         return importlib.import_module(f"trireme.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

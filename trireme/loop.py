@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_agent.model.buffer_policies import Policy, checked
 from trainer_agent.own_loop.source import has_own_loop
 from trainer_agent.own_loop.turns import Batches, Prepared, running
 from trainer_agent.script.user_module import LoopModule
@@ -48,7 +49,9 @@ def prepare(
     ids: Callable[..., Any] | None = None,
     evaluation_dataset: Any = None,
     evaluate: Callable[..., Any] | None = None,
+    evaluation_metrics: Callable[..., Any] | None = None,
     metrics: Callable[..., Any] | None = None,
+    buffers: Mapping[str, Policy] | None = None,
     config: Config | Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
@@ -56,11 +59,13 @@ def prepare(
 
     `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler, or a function
     that makes it of the optimizer; Trireme steps it, and what the script's own calls of its `step()` do is
-    nothing. `collate`, `ids`, `evaluate`, `metrics`: as in a script of functions (docs/script.md). `config`:
-    the job's settings, of which `settings` name single ones (epochs=5, global_batch_size=256); if it is left
-    out, what the module calls `config`. The command line, the environment and trireme.toml win over both.
+    nothing. `collate`, `ids`, `evaluate`, `evaluation_metrics`, `metrics`, `buffers`: as in a script of
+    functions (docs/script.md). `config`: the job's settings, of which `settings` name single ones (epochs=5,
+    global_batch_size=256); if it is left out, what the module calls `config`. The command line, the
+    environment and trireme.toml win over both.
     Raises RuntimeError if it was called before, TypeError and ValueError for arguments that cannot be,
-    ConfigError for values of settings; under plain Python also InvalidArgument and DatasetError.
+    InvalidArgument for `buffers`, ConfigError for values of settings; under plain Python also InvalidArgument
+    and DatasetError.
     """
     if config is None:
         found = sys._getframe(1).f_globals.get("config")  # noqa: SLF001  the script's module
@@ -78,6 +83,7 @@ def prepare(
         "ids": ids,
         "evaluation_dataset": evaluation_dataset,
         "evaluate": evaluate,
+        "evaluation_metrics": evaluation_metrics,
         "metrics": metrics,
     }
     base = config.to_dict() if isinstance(config, Config) else dict(config)
@@ -87,6 +93,7 @@ def prepare(
         dataset,
         {name: value for name, value in given.items() if value is not None},
         Config(**base | settings).to_dict(),
+        checked(buffers, "buffers, as trireme.prepare got it,"),
     )
     loop = running()
     if loop is None:

@@ -5,7 +5,8 @@ bit for bit.
         trireme.train(__name__)
 
 The user's own optimizer steps. Tasks, order of records, evaluations and random numbers are those of a job
-with one lane.
+with one lane. The script is tried first, in a process of its own, as `trireme run` tries it: what a job
+refuses is refused here.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from trainer_agent.data import (
 )
 from trainer_agent.data.in_code import reading
 from trainer_agent.model import optimizer as optimizer_spec
+from trainer_agent.model.averages import averages_of
+from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
 from trainer_agent.model.flat import checked_model, plan, trained_parameters
@@ -48,21 +51,25 @@ from trainer_agent.model.gradient_tree import (
     check_gradients,
     check_loss,
 )
+from trainer_agent.model.metric_objects import MetricObjects
 from trainer_agent.model.minibatch import BackwardGuard, checked_loss, means_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
-from trainer_agent.model.watch.minibatch_rules import Modes, evaluating
+from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
 from trainer_agent.own_loop.changes import BUFFERS
 from trainer_agent.own_loop.job_steps import JobSteps, telling
 from trainer_agent.own_loop.turns import use_threads
-from trainer_agent.script.user_module import UserModule
+from trainer_agent.script.user_module import UserModule, is_loading
 from trainer_agent.start_values import load_start_state, load_start_values
 from trainer_agent.tables.files import StoredTable, write_tables
 from trainer_agent.tables.trained import OneLane
 from trireme import settings
+from trireme.preflight import ScriptError
+from trireme.script_trial import say, try_script
 from trireme.view.chart import show_chart
+from trireme.view.report import failure_lines
 from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything, seeded
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.service import allow_open_files
@@ -79,11 +86,17 @@ from trireme_shared.protocol.evaluations import (
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, metrics_beside
 from trireme_shared.protocol.records import EvaluationSums, JobSpec, TaskKind
-from trireme_shared.protocol.records.job_choices import Precision
+from trireme_shared.protocol.records.metric_states import Sum, merged
 from trireme_shared.protocol.records.tasks import BestEvaluation
 from trireme_shared.protocol.urls import without_passwords
 
 REPORT_SECONDS = 2.0
+ALONE = {
+    "mode": "sync", "lanes": 1, "gradient_dtype": "float32", "parameter_dtype": "float32",
+    "error_feedback": None, "checkpoint_kind": "coordinated", "skip_after_seconds": None,
+    "lr_staleness_modulation": False, "max_staleness": None,
+}  # fmt: skip
+ONE_LANE = {name: settings.Setting(value, "plain training") for name, value in ALONE.items()}
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
@@ -91,12 +104,19 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     stderr, metrics to stdout.
 
     `arguments`: instead of sys.argv. Raises SystemExit(1) after one message about an error in the script or
-    its data, SystemExit(2) for invalid settings.
+    its data, SystemExit(2) for invalid settings and for what a job refuses; RuntimeError if it is called
+    while a process of a job imports the script.
     """
+    script = sys.modules[module]
+    if is_loading(script):
+        msg = (
+            f"{module} calls trireme.train when it is imported; put the call under `if __name__ == "
+            '"__main__":`'
+        )
+        raise RuntimeError(msg)
     options = _parser().parse_args(arguments)
     allow_open_files()
     try:
-        script = sys.modules[module]
         user = UserModule(Path(str(script.__file__)), script)
         sys.modules.setdefault(
             user.path.stem, script
@@ -105,11 +125,10 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
             name: getattr(options, name)
             for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial", "init_optimizer")
         }
-        result = run(
-            user,
-            plain_spec(user, flags, options.set),
-            report=lambda text: print(text, file=sys.stderr),  # noqa: T201
-        )
+        spec = plain_spec(user, flags, options.set)
+        if options.check:
+            _try(user, spec, settings.outside_script(flags, options.set))
+        result = run(user, spec, report=say)
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")  # noqa: T201
         if options.export:
@@ -120,6 +139,9 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
                 for path in _write_best(result, files.join(options.export, "best")):
                     print(path)  # noqa: T201
         show_chart(LOSS, result.curve)
+    except ScriptError as error:
+        print(without_passwords("\n".join(failure_lines(error.failure))), file=sys.stderr)  # noqa: T201
+        raise SystemExit(1) from error
     except UserCodeError as error:
         print(str(error.details.get("traceback") or error.message).rstrip(), file=sys.stderr)  # noqa: T201
         raise SystemExit(1) from error
@@ -128,6 +150,19 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         print(without_passwords(told), file=sys.stderr)  # noqa: T201
         raise SystemExit(2 if isinstance(error, settings.UsageError) else 1) from error
     return result
+
+
+def _try(user: UserModule, spec: JobSpec, outside: Mapping[str, settings.Setting]) -> None:
+    """As a job with these settings does it. Those that a job refuses and one lane allows are told. Raises
+    what preflight.inspect raises."""
+    given = {name: setting for name, setting in outside.items() if name in settings.SETTINGS}
+    try:
+        datasets = {"dataset": spec.dataset, "evaluation_dataset": spec.evaluation_dataset}
+        _spec_of(user, _merged(user, outside), **datasets)
+    except settings.UsageError as error:
+        say(f"`trireme run` refuses these settings: {error.message}")
+        given |= {name: setting for name, setting in ONE_LANE.items() if setting.value is not None}
+    try_script(user.path, given)
 
 
 def _write(model: nn.Module, tables: Sequence[StoredTable], directory: str) -> list[str]:
@@ -145,26 +180,21 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
 
     Raises settings.UsageError, InvalidArgument, UserCodeError.
     """
-    outside = settings.outside_script(flags, assignments)
-    merged = settings.merge([settings.from_script(user.config)]) | outside
+    merged = _merged(user, settings.outside_script(flags, assignments))
     seed = merged["seed"].value if "seed" in merged else JobSpec.model_fields["seed"].default
     seed = seed if isinstance(seed, int) else 0  # what is no number is refused below
-    alone = {
-        "mode": "sync", "lanes": 1, "gradient_dtype": "float32", "parameter_dtype": "float32",
-        "error_feedback": None, "checkpoint_kind": "coordinated", "skip_after_seconds": None,
-        "lr_staleness_modulation": False, "max_staleness": None,
-    }  # fmt: skip
-    one_lane = {name: settings.Setting(value, "plain training") for name, value in alone.items()}
+    dataset = user.dataset(seed=seed)
+    held_out = user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None
+    return _spec_of(user, merged | ONE_LANE, dataset=dataset, evaluation_dataset=held_out)
+
+
+def _merged(user: UserModule, outside: Mapping[str, settings.Setting]) -> dict[str, settings.Setting]:
     named = {"job": settings.Setting(settings.job_name(user.path), "the script")}
-    return settings.job_spec(
-        named | merged | one_lane,
-        script=str(user.path),
-        dataset=user.dataset(seed=seed),
-        evaluation_dataset=user.dataset("evaluation_dataset", seed)
-        if user.has("evaluation_dataset")
-        else None,
-        storage=str(user.path.parent),
-    )
+    return {**named, **settings.merge([settings.from_script(user.config)]), **outside}
+
+
+def _spec_of(user: UserModule, merged: Mapping[str, settings.Setting], **datasets: Any) -> JobSpec:
+    return settings.job_spec(merged, script=str(user.path), storage=str(user.path.parent), **datasets)
 
 
 def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainResult:
@@ -189,7 +219,11 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = optimizer_spec.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
-    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)  # refuses what no job can train
+    policies, averages = policies_of(model, user.buffers), averages_of(model)
+    for average in averages:  # as every version that is loaded in a job
+        average.follow()
+    # refuses what no job can train
+    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count, policies=policies)
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
@@ -197,6 +231,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
+    without = MissingGradients(laid_out)
     modes = Modes(model, own_loop=user.loop is not None)
     if modes.notice:
         report(modes.notice)
@@ -265,10 +300,18 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
             if error is None:
                 if spec.clip_lane_norm is not None:
                     nn.utils.clip_grad_norm_(trained.values(), spec.clip_lane_norm)
+                without.minibatch([trained[place.name].grad is not None for place in laid_out.parameters])
+                for told in without.told():
+                    report(f"warning: {told}")
+                for parameter in trained.values():
+                    if parameter.grad is None:  # a job steps it all the same
+                        parameter.grad = torch.zeros_like(parameter)
                 if clipper is not None:
                     clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
                 tables.step(rows)
+                for average in averages:
+                    average.follow()
                 found_loss = to_report.item()
                 loss_sum += found_loss * len(minibatch)
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
@@ -340,6 +383,9 @@ def _parser() -> argparse.ArgumentParser:
         ("optimizer", "take its optimizer's state along"),
     ):
         parser.add_argument(f"--init-{name}", action="store_true", default=None, help=text)
+    parser.add_argument(
+        "--no-check", dest="check", action="store_false", help="do not try the script as a job tries it"
+    )
     parser.add_argument(
         "--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)"
     )
@@ -443,16 +489,6 @@ def batch_of(user: UserModule, minibatch: Minibatch, device: torch.device) -> An
     return batch if device.type == "cpu" else on_device(batch, device)
 
 
-def _sums(
-    user: UserModule, precision: Precision, model: nn.Module, minibatch: Minibatch, device: torch.device
-) -> Mapping[str, Any]:
-    batch = batch_of(user, minibatch, device)
-    with autocast(precision, device):
-        found = user.call("evaluate" if user.has("evaluate") else "loss", model, batch)
-    sums: Mapping[str, Any] = found if user.has("evaluate") else sums_of(found, len(minibatch), user.guard)
-    return sums
-
-
 class Evaluations:
     """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say, and after it. `stopped`:
     training ends here. `plateau_value`: see BeforeStep.metric, for the next step. `per_epoch`: steps of an
@@ -468,6 +504,7 @@ class Evaluations:
         self.stopped = False
         self.plateau_value: float | None = None
         self._held_out: tuple[Blaming, FileTable] | None = None
+        self._objects = MetricObjects(user, device)
         if (dataset := spec.evaluation_dataset) is not None:
             reader = open_dataset(dataset, spec.seed, report if spec.changed_files == "report" else None)
             self._held_out = reader, count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed)
@@ -531,18 +568,30 @@ class Evaluations:
                 shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
                 if not user.has("collate"):
                     shard.keep_columns()
-                sums: dict[str, float] = {}
+                sums: dict[str, Sum] = {}
                 for number in range(minibatches_in(place.count, size)):
                     seed_everything(evaluation_seed(spec.seed, task, number))
                     minibatch = shard.minibatch(
                         minibatch_indices(spec.seed, 0, task, place.count, size, number, shuffle=False)
                     )
-                    for name, value in _sums(user, spec.precision, model, minibatch, self._device).items():
-                        sums[name] = sums.get(name, 0.0) + float(value)
-                total = total.plus(sums)
+                    for name, value in self._sums(model, minibatch).items():
+                        sums[name] = merged(name, sums.get(name), value)
+                total = total.plus(sums, task).bounded()
             for buffer, before in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
+        found = self._objects.computed(total.sums)
         if user.has("metrics"):
             with seeded(START_SEED):
-                return {name: float(value) for name, value in user.call("metrics", dict(total.sums)).items()}
-        return dict(total.sums) if user.has("evaluate") else means_of(total.sums)
+                return {name: float(value) for name, value in user.call("metrics", found).items()}
+        return self._objects.numbers(found) if user.has("evaluate") else means_of(found)
+
+    def _sums(self, model: nn.Module, minibatch: Minibatch) -> dict[str, Sum]:
+        user, objects = self._user, self._objects.begin()
+        batch = batch_of(user, minibatch, self._device)
+        with autocast(self._spec.precision, self._device):
+            found = user.call("evaluate" if user.has("evaluate") else "loss", model, batch, *objects)
+        if not user.has("evaluate"):
+            found = sums_of(found, len(minibatch), user.guard)
+        elif objects and found is None:
+            found = {}
+        return self._objects.beside({name: float(value) for name, value in found.items()})

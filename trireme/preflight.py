@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +20,16 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from trireme.config import ConfigError
-from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment, spawn
+from trireme.launch.processes import PYTHON_MODULE, Process, Start, inherited_environment, spawn
 from trireme.settings import UsageError
 from trireme.validation import with_origins
+from trireme.view.live_progress import LOOK_S, Printed
+from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.records import UserFailure
 
 TIMEOUT_S = 300.0
 USAGE = 2
+CHECK = "check"  # before what a script prints meanwhile
 NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -93,12 +97,13 @@ async def inspect(
             value, list | tuple | dict
         ):  # of trireme.toml or repeated flags; none of them matters to one minibatch
             continue
-        argv += ["--set", f"{name}={value}"]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        argv += ["--set", f"{name}={'' if value is None else value}"]
+    with tempfile.TemporaryFile() as out, tempfile.NamedTemporaryFile() as named:
+        err = named.file
         child = await start(argv, inherited_environment(), out, err)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                code = await child.wait()
+                code = await _watched(child, Path(named.name))
         except TimeoutError as error:
             msg = (
                 f"{script} took more than {TIMEOUT_S:g} s to import, build its model and run one "
@@ -111,6 +116,19 @@ async def inspect(
                 await child.wait()
         printed, errors = (_text(file) for file in (out, err))
     return _read_answer(script, code, printed, errors, origins)
+
+
+async def _watched(child: Process, printed: Path) -> int:
+    """The exit code; what the script prints is shown meanwhile."""
+    ended, output = asyncio.ensure_future(child.wait()), Printed(printed, stays=False)
+    try:
+        while not ended.done():
+            await asyncio.wait([ended], timeout=LOOK_S)
+            for line in output.news(clock.monotonic(), last=ended.done()):
+                print(f"{CHECK} │ {line}", file=sys.stderr)  # noqa: T201
+    finally:
+        ended.cancel()
+    return ended.result()
 
 
 def _text(file: IO[bytes]) -> str:

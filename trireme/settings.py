@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trireme.config import Config
-from trireme.validation import allowed_name, field_problems, problems_of, without_auto
+from trireme.validation import AUTO, allowed_name, field_problems, problems_of, without_auto
 from trireme_shared.platform.runtime.variables import without_service_links
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
@@ -36,6 +36,43 @@ LAUNCHER_SETTINGS = (
     "storage",
     *ETCD_SETTINGS,
 )
+_OPTIMIZER = "the optimizer has it: give it in optimizer(model) of the script, {example}"
+_SCHEDULER = (
+    "the script's scheduler(optimizer) has it, for example torch.optim.lr_scheduler.CosineAnnealingLR"
+)
+ELSEWHERE = {
+    "lr": _OPTIMIZER.format(example="for example torch.optim.AdamW(model.parameters(), lr=0.001)"),
+    **dict.fromkeys(
+        ("learning_rate", "base_lr"),
+        _OPTIMIZER.format(example="as lr, for example torch.optim.AdamW(..., lr=0.001)"),
+    ),
+    **dict.fromkeys(
+        ("weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad", "beta1", "beta2"),
+        _OPTIMIZER.format(example="for example torch.optim.AdamW(model.parameters(), weight_decay=0.01)"),
+    ),
+    **dict.fromkeys(
+        ("optimizer", "optim"), "the script defines it: optimizer(model) returns one of torch.optim"
+    ),
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler", "warmup", "warmup_steps", "gamma", "step_size", "min_lr", "max_lr"),
+        _SCHEDULER,
+    ),
+    **dict.fromkeys(
+        ("num_workers", "workers", "pin_memory", "sampler", "batch_sampler"),
+        "dataset() in the script says how records are read; the number of trainers is the setting trainers",
+    ),
+    **dict.fromkeys(("dropout", "hidden_size", "num_layers"), "model() in the script has it"),
+}
+"""What users look for among the settings, and where it is instead."""
+CALLED = {
+    "batch_size": "global_batch_size", "batch": "global_batch_size", "train_batch_size": "global_batch_size",
+    "num_epochs": "epochs", "n_epochs": "epochs", "max_epochs": "epochs", "random_seed": "seed",
+    "gradient_clip_val": "clip_grad_norm", "max_grad_norm": "clip_grad_norm", "amp": "precision",
+    "grad_clip": "clip_grad_norm", "bf16": "precision", "mixed_precision": "precision",
+    "early_stopping": "stop_early", "save_steps": "checkpoint_every_steps", "eval_steps": "evaluate_every",
+    "save_total_limit": "keep_checkpoints", "resume": "job", "name": "job", "output_dir": "storage",
+}  # fmt: skip
+"""Other names of settings: those of Lightning, of Transformers, or of habit."""
 TOML = "trireme.toml"
 FLAGS = "--{}"  # how settings are spelled on the command line
 
@@ -123,9 +160,10 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def from_assignments(assignments: Sequence[str]) -> dict[str, str]:
-    """`["records_per_task=64"]` (the --set flags) as a dict; raises UsageError for anything else."""
-    values: dict[str, str] = {}
+def from_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """`["records_per_task=64"]` (the --set flags) as a dict; raises UsageError for anything else. `name=`
+    unsets: the value is the default, whatever weaker sources say."""
+    values: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals:
@@ -133,7 +171,18 @@ def from_assignments(assignments: Sequence[str]) -> dict[str, str]:
             raise UsageError(msg)
         values[name.strip().replace("-", "_")] = value.strip()
     _refuse_unknown(values, SETTINGS, "--set")
-    return values
+    return {name: value or _default(name) for name, value in values.items()}
+
+
+def _default(name: str) -> Any:
+    """Raises UsageError for a setting that has none."""
+    if name == "pservers":
+        return AUTO
+    field = JobSpec.model_fields[name]
+    if field.is_required():
+        msg = f"--set {name}= unsets it, and every job has one: leave it out"
+        raise UsageError(msg)
+    return field.get_default(call_default_factory=True)
 
 
 def _refuse_renamed(names: Iterable[str], where: str) -> None:
@@ -147,10 +196,33 @@ def _refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str)
     _refuse_renamed(values, where)
     for name in values:
         if name not in known:
-            similar = difflib.get_close_matches(name, known, n=1)
-            suggestion = f"did you mean {similar[0]}?" if similar else f"known settings: {', '.join(known)}"
-            msg = f"{where}: there is no setting {name!r}; {suggestion}"
+            msg = f"{where}: there is no setting {name!r}; {suggestion_for(name, known)}"
             raise UsageError(msg)
+
+
+def suggestion_for(name: str, known: Sequence[str]) -> str:
+    """Where the value belongs, or the setting that is meant, or all of them."""
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    meant = CALLED.get(name, "")
+    similar = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {similar[0]}?" if similar else f"known settings: {', '.join(known)}"
+
+
+def advice_on(option: str, own: Collection[str]) -> str:
+    """A sentence about `--an-option` that a command with the options `own` does not have; "" if nothing is
+    known of it."""
+    name = option.lstrip("-").replace("-", "_")
+    if name in SETTINGS:
+        return f"{option} is a setting without a flag of its own: use --set {name}=VALUE"
+    if name in ELSEWHERE:
+        return f"there is no option {option}: {ELSEWHERE[name]}"
+    flags = {option.lstrip("-").replace("-", "_"): option for option in own if option.startswith("--")}
+    settings = [setting for setting in SETTINGS if setting not in flags]
+    meant = CALLED.get(name) or next(iter(difflib.get_close_matches(name, [*flags, *settings], n=1)), "")
+    if meant in flags:
+        return f"there is no option {option}; did you mean {flags[meant]}?"
+    return f"there is no option {option}; did you mean --set {meant}=VALUE?" if meant in settings else ""
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Setting]:

@@ -387,8 +387,8 @@ async def take_over(
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
-    """The spec in etcd. `given` may differ in the numbers of members and in the digests of the script, in
-    nothing else. Raises NotFound, Conflict."""
+    """The spec in etcd. `given` may differ in the numbers of members, in the digests of the script and in
+    the history, which is that in etcd; in nothing else. Raises NotFound, Conflict."""
     stored = found.get(keys.spec)
     if stored is None:
         if given is None:
@@ -415,7 +415,7 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
     if known is not None and (known.trainers, known.pservers) == (given.trainers, given.pservers):
         # the spec of before a resize: its numbers are not wanted anew
         return spec.with_fields(sources=given.sources)
-    return given
+    return given.with_fields(history=spec.history)
 
 
 async def _open_job(

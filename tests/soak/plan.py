@@ -71,9 +71,10 @@ class Kind(StrEnum):
     RESIZE = "resize"
 
 
-PACKETS = frozenset({Kind.CUT_ETCD, Kind.LOSSY_ETCD, Kind.CUT_PSERVERS, Kind.LOSSY_PSERVERS})
+PSERVER_PACKETS = frozenset({Kind.CUT_PSERVERS, Kind.LOSSY_PSERVERS})
+PACKETS = frozenset({Kind.CUT_ETCD, Kind.LOSSY_ETCD}) | PSERVER_PACKETS
 DISKS = frozenset({Kind.FULL_DATA, Kind.FULL_CHECKPOINTS})
-OF_PSERVERS = frozenset({Kind.KILL_PSERVER, Kind.CUT_PSERVERS, Kind.LOSSY_PSERVERS})
+OF_PSERVERS = frozenset({Kind.KILL_PSERVER}) | PSERVER_PACKETS
 OF_COLLECTIVE = frozenset({Kind.KILL_JOINER, Kind.KILL_TRAINERS, Kind.RESIZE})
 KINDS = {
     Strategy.PARAMETER_SERVER: tuple(kind for kind in Kind if kind not in OF_COLLECTIVE),

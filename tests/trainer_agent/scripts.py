@@ -14,6 +14,7 @@ import torch
 from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.core.queue.streams import EpochOrder, Streams
 from trainer_agent.data import minibatch_indices, minibatches_in
+from trainer_agent.model.averages import Ema
 from trainer_agent.script.user_module import load
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import JobSpec, TaskKind
@@ -95,6 +96,7 @@ def train_plainly(
     optimizer = user.call("optimizer", model)
     scheduler = user.call("scheduler", optimizer) if rates is None and user.has("scheduler") else None
     x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
+    averages = [part for part in model.modules() if isinstance(part, Ema)]
     step, table = 0, table_of(spec)
     for epoch in range(spec.epochs):
         for position in range(table.tasks):
@@ -117,6 +119,8 @@ def train_plainly(
                 if spec.clip_lane_norm is not None:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_lane_norm)
                 optimizer.step()
+                for average in averages:
+                    average.follow()
                 if scheduler is not None and spec.schedule_per == "step":
                     scheduler.step()
                 step += 1

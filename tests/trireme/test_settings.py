@@ -3,6 +3,7 @@ cannot be."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +13,14 @@ from pydantic import ValidationError
 import trireme
 from trireme.config import ConfigError
 from trireme.settings import (
+    CALLED,
+    ELSEWHERE,
+    LAUNCHER_SETTINGS,
+    SETTINGS,
+    Setting,
     UsageError,
+    advice_on,
+    check_fields,
     from_assignments,
     from_environment,
     from_flags,
@@ -141,6 +149,57 @@ def test_what_was_given_by_set_is_told_by_that_and_not_by_a_flag_that_does_not_e
     with pytest.raises(UsageError, match=rf"--set {setting} = 'x': ") as caught:
         spec_of(from_flags({"epochs": 2}), from_set([f"{setting.replace('_', '-')}=x"]))
     assert f"--{setting.replace('_', '-')}" not in str(caught.value)
+
+
+def test_set_with_nothing_unsets_what_weaker_sources_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trireme.toml").write_text("clip_grad_norm = 1.0\nepochs = 7\n")
+    config = merge([from_script({"clip_grad_norm": 2.0, "pservers": 3, "trackers": "csv"})])
+    unset = ["clip_grad_norm=", "epochs=", "pservers=", "trackers="]
+    merged = config | outside_script({}, unset)
+    check_fields(merged)
+    spec = job_spec(merged | {"job": Setting("j", "--job")}, **FIXED)
+    assert (spec.clip_grad_norm, spec.epochs, spec.pservers, spec.trackers) == (None, 1, 1, ())
+    assert merged["pservers"].value == "auto"
+    with pytest.raises(UsageError, match=r"--set job= unsets it, and every job has one: leave it out"):
+        outside_script({}, ["job="])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("lr", "the optimizer has it: give it in optimizer(model) of the script"),
+        ("weight_decay", "the optimizer has it"),
+        ("warmup_steps", "the script's scheduler(optimizer) has it"),
+        ("batch_size", "did you mean global_batch_size?"),
+        ("max_grad_norm", "did you mean clip_grad_norm?"),
+        ("epoch", "did you mean epochs?"),
+        ("colour", "known settings: job, mode"),
+    ],
+)
+def test_what_is_no_setting_is_told_where_it_belongs(name, told):
+    with pytest.raises(UsageError, match=re.escape(f"there is no setting '{name}'; {told}")):
+        from_assignments([f"{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--lr", "there is no option --lr: the optimizer has it"),
+        ("--records-per-task", "is a setting without a flag of its own: use --set records_per_task=VALUE"),
+        ("--batch-size", "did you mean --global-batch-size?"),
+        ("--max-grad-norm", "did you mean --set clip_grad_norm=VALUE?"),
+        ("--epohcs", "did you mean --epochs?"),
+    ],
+)
+def test_an_option_that_a_command_does_not_have_is_told_what_to_use(option, told):
+    assert told in advice_on(option, {"--epochs", "--global-batch-size"})
+    assert advice_on("--colour-of-it", {"--epochs"}) == ""
+
+
+def test_other_names_and_places_are_of_settings_that_exist_and_of_none_that_does():
+    assert not (ELSEWHERE.keys() | CALLED.keys()) & set(SETTINGS)
+    assert set(CALLED.values()) <= {*SETTINGS, *LAUNCHER_SETTINGS}
 
 
 def test_the_flag_of_a_setting_is_stronger_than_set(tmp_path, monkeypatch):

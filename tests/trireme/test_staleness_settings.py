@@ -19,7 +19,7 @@ from trireme.settings import (
     merge,
 )
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.setting_effects import FIXED
+from trireme_shared.protocol.records.setting_effects import ACCEPTED
 
 ASYNC = {"mode": "async"}
 
@@ -36,7 +36,7 @@ def test_each_source_can_divide_the_rate_of_late_pushes(tmp_path):
         assert spec.lr_staleness_modulation
         assert JobSpec.model_validate_json(spec.to_bytes()) == spec
     assert not spec_of(from_flags(ASYNC)).lr_staleness_modulation
-    assert "lr_staleness_modulation" in FIXED
+    assert "lr_staleness_modulation" in ACCEPTED
 
 
 def test_synchronous_jobs_have_no_late_pushes():

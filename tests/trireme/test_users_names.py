@@ -38,6 +38,7 @@ def test_what_is_sent_is_what_the_script_imports_whatever_its_name(tmp_path: Pat
     assert digests_of(script).keys() == {"train.py", *own}
 
 
+TRAINS = '\nif __name__ == "__main__":\n    trireme.train(__name__)\n'
 OURS_ALONE = ("shared", "tests", "records", "master_service", "trireme_shared_is_mine")
 """Without `platform`, `queue` and `types`, with which plain Python cannot import torch."""
 
@@ -66,9 +67,7 @@ def test_plain_python_finds_the_users_module_and_we_find_ours(tmp_path: Path, ea
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "functions", [FUNCTIONS + "\ntrireme.train(__name__)\n", OWN_LOOP], ids=["functions", "own_loop"]
-)
+@pytest.mark.parametrize("functions", [FUNCTIONS + TRAINS, OWN_LOOP], ids=["functions", "own_loop"])
 def test_a_script_trains_under_plain_python_with_the_users_modules(tmp_path: Path, functions: str) -> None:
     done = run_alone(
         write_users_modules(tmp_path, OURS_ALONE, functions + "\nimport json\nprint(json.dumps(FOUND))\n")
@@ -82,9 +81,7 @@ def test_a_script_trains_under_plain_python_with_the_users_modules(tmp_path: Pat
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["platform", "queue"])
 def test_where_plain_python_cannot_import_torch_the_error_is_the_same(tmp_path: Path, name: str) -> None:
-    script = write_users_modules(
-        tmp_path, (name, "shared", "trireme_shared_is_mine"), FUNCTIONS + "\ntrireme.train(__name__)\n"
-    )
+    script = write_users_modules(tmp_path, (name, "shared", "trireme_shared_is_mine"), FUNCTIONS + TRAINS)
     (tmp_path / "plain.py").write_text("import numpy\nimport torch\n")
     plain, ours = run_alone(tmp_path / "plain.py"), run_alone(script)
     assert plain.returncode == ours.returncode == 1

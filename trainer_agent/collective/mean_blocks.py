@@ -28,7 +28,7 @@ from xxhash import xxh3_64
 
 from trainer_agent.data_plane.fleet_client import FleetClient
 from trainer_agent.waiting import Backoff
-from trireme_shared.blocks.buffer_mean import bits_of
+from trireme_shared.blocks.buffer_mean import Mean, bits_of, mean_of
 from trireme_shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from trireme_shared.protocol.errors import BadFrame, PeerError, StaleGeneration
 from trireme_shared.protocol.records import Mode, SlotMap
@@ -73,10 +73,17 @@ class MeanBlock(BlockState):
     a block of parameters."""
 
     def __init__(
-        self, place: Block, pool: BufferPool, lanes: int, version: int, nothing: Buffer, first: Buffer | None
+        self,
+        place: Block,
+        pool: BufferPool,
+        lanes: int,
+        version: int,
+        nothing: Buffer,
+        first: Buffer | None,
+        mean: Mean,
     ) -> None:
         self._is_buffer = first is not None
-        super().__init__(place, first or nothing, pool, lanes, None, version)
+        super().__init__(place, first or nothing, pool, lanes, None, version, mean=mean)
         self._nothing, self._first = nothing, first
         self.kept: dict[int, Buffer | None] = {} if first is None else {version: first}
 
@@ -201,12 +208,12 @@ class MeanStore(Store):
             kind = place.dtype, place.elements
             if kind not in nothing:
                 nothing[kind] = self.pool.take(*kind)
-            first = None
-            if layout.segments[place.segment].kind == "buffer":
+            first, segment = None, layout.segments[place.segment].kind
+            if segment != "param":
                 first = self.pool.take(*kind)
                 first.view[:] = memoryview(values(place.number)).cast("B")
             self.blocks[place.number] = MeanBlock(
-                place, self.pool, lanes, record.version, nothing[kind], first
+                place, self.pool, lanes, record.version, nothing[kind], first, mean_of(segment)
             )
         self.renumber()
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 0.5  # of a task's time limits: who waits gets no limit of its own into danger
 REFRESH_S = 0.5
+MARGIN = 1.5  # reading takes longer beside computing, and not each time as long
 log = telemetry.logger("async_loop")
 
 
@@ -93,6 +95,7 @@ class AsyncLoop:
         self._bounded = BoundedStaleness(self._spec, self._source.trainer, servers, self._is_to_train)
         self.timeline = timeline_of(self._directory)
         self._next: asyncio.Task[LoadedTask | Task | TaskFailed | None] | None = None
+        self._reading_pace = ReadingPace()
         self._held: Held | None = None
         self._ahead_rows = RowsAhead(context.compute, lambda _, ids: self._newest_rows(ids))
         self._following: tuple[Task, int, Records] | None = None  # a minibatch whose rows are asked for
@@ -109,8 +112,14 @@ class AsyncLoop:
         return self._bounded.waits_for
 
     def held(self) -> list[Held]:
-        """The current task and how many of its minibatches are pushed."""
-        return [self._held] if self._held else []
+        """The current task with how many of its minibatches are pushed, and the one that was fetched ahead:
+        that is not late as long as any minibatch is pushed."""
+        held = [self._held] if self._held else []
+        if self._next is not None and self._next.done() and not self._next.cancelled():
+            ahead = self._next.result()
+            if isinstance(ahead, LoadedTask):
+                held.append(Held(ahead.task, 0, self._reading_pace.pushed))
+        return held
 
     def position(self) -> Paused:
         """The next minibatch to train, as a paused trainer reports it."""
@@ -152,7 +161,8 @@ class AsyncLoop:
         self._compute.restore(self._initial)
         self._pulled, self._unpulled = False, 0
         infos = await self._servers.fleet.infos(self.timeline)
-        self._schedule = PushSchedule(self._compute, [state for info in infos for state in info.schedules])
+        known = [state for info in infos for state in info.schedules]
+        self._schedule = PushSchedule(self._compute, known, self._spec.options_change)
         await self._pull()
         self._bounded.computes = False
         while await self._may_go_on():
@@ -217,7 +227,9 @@ class AsyncLoop:
             raise TrainingOver
         if answer.task.kind is not TaskKind.TRAIN:
             return answer.task
-        return replace(await self._source.load(answer.task), generation=generation)
+        with self._reading_pace.reading():
+            loaded = await self._source.load(answer.task)
+        return replace(loaded, generation=generation)
 
     async def _ahead(self) -> LoadedTask | Task | TaskFailed | None:
         """None if anything fails: then `_fetch` asks again, and gets the error."""
@@ -244,7 +256,7 @@ class AsyncLoop:
             if self._bounded.is_due and not await self._within_bound():
                 return
             end = min(start - start % every + every, count)
-            if end == count and self._next is None:
+            if self._next is None and (end == count or self._reading_pace.is_due(count - start)):
                 self._next = self._background.create_task(self._ahead())
             try:
                 with self._pauses.pushing():
@@ -335,6 +347,7 @@ class AsyncLoop:
             await self._pull()
             self._times.pulled()
         began, self._began = self._began, clock.monotonic()
+        self._reading_pace.trained(end - start, self._began - began)
         self._reports.spent(number, task.timeline, self._began - began, self._times)
         self._times = Times()
 
@@ -451,6 +464,37 @@ class AsyncLoop:
                 await backoff.failed(error)
         self._servers.swap()
         self._pulled, self._unpulled = True, 0
+
+
+class ReadingPace:
+    """How long this trainer takes to read a task and to train a minibatch. It asks for the next task so early
+    that it is read when this one ends, and no earlier: another trainer may be idle by then, and train it.
+
+    `pushed`: minibatches of all tasks."""
+
+    def __init__(self) -> None:
+        self.pushed = 0
+        self._read_s = 0.0  # the last task's records
+        self._minibatch_s = math.inf  # until one was pushed
+
+    def __repr__(self) -> str:
+        return f"<ReadingPace: {self._read_s:.3f} s a task to read, {self._minibatch_s:.3f} s a minibatch>"
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around reading a task's records."""
+        began = clock.monotonic()
+        yield
+        self._read_s = clock.monotonic() - began
+
+    def trained(self, minibatches: int, seconds: float) -> None:
+        """So many were pushed, in that time."""
+        self.pushed += minibatches
+        self._minibatch_s = seconds / minibatches
+
+    def is_due(self, left: int) -> bool:
+        """Whether reading a task takes as long as the minibatches that are `left` of this one."""
+        return left * self._minibatch_s < MARGIN * self._read_s
 
 
 class BoundedStaleness:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,13 +24,14 @@ from trainer_agent.loops.context import LoopContext, timeline_of
 from trainer_agent.model.compute import Compute
 from trainer_agent.tables.whole_tables import read_tables
 from trainer_agent.tasks.activity import Held
-from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
+from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, refused_sums
 from trainer_agent.waiting import retry
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd.reading import must_read, read_record
 from trireme_shared.platform.runtime import ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
 from trireme_shared.protocol.errors import (
+    CallerError,
     CheckpointUnusable,
     PeerError,
     StaleGeneration,
@@ -47,8 +48,16 @@ from trireme_shared.protocol.evaluations import (
     evaluations_before,
     plateau_value,
 )
-from trireme_shared.protocol.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
+from trireme_shared.protocol.records import (
+    EvaluationSums,
+    JobSpec,
+    TakeNext,
+    Task,
+    TaskKind,
+    ValidationSums,
+)
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
+from trireme_shared.protocol.records.metric_states import MetricState, Sum, merged
 from trireme_shared.protocol.records.step import StepRecord
 
 STORAGE_TRIES = 4
@@ -66,7 +75,7 @@ class TaskSums:
     loaded: LoadedTask
     total: int
     done: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, Sum] = field(default_factory=dict)
 
     @classmethod
     def of(cls, loaded: LoadedTask, spec: JobSpec) -> TaskSums:
@@ -77,12 +86,19 @@ class TaskSums:
         return self.done >= self.total
 
     async def next(self, source: TaskSource, compute: Compute, *, pinned: bool = False) -> None:
-        """In place: one more minibatch. Raises UserCodeError."""
+        """In place: one more minibatch. Raises UserCodeError; a fatal one if no master would take its
+        sums."""
         number, task = self.done, self.loaded.task
         records = source.minibatch(self.loaded, number)
         seed = evaluation_seed(source.spec.seed, int(task.task_id.rpartition("-")[2]), number)
-        for name, value in (await compute.evaluate(records, seed, pinned=pinned)).items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+        found = await compute.evaluate(records, seed, pinned=pinned)
+        try:
+            for name, value in found.items():
+                self.sums[name] = merged(name, self.sums.get(name), value)
+            if any(isinstance(value, MetricState) for value in found.values()):
+                EvaluationSums(sums=self.sums).bounded()
+        except CallerError as error:
+            raise refused_sums(error) from error
         self.done = number + 1
 
 
@@ -310,7 +326,9 @@ class Evaluator:
         """The next task, if the master gave one when this one was completed. Raises TriremeError."""
         log.info("task_started", task=task.task_id, attempt=task.attempt, evaluation=task.epoch)
         try:
-            sums = await (self._metrics(task) if task.kind is TaskKind.METRICS else self._sums(task))
+            sums: Mapping[str, Sum] = await (
+                self._metrics(task) if task.kind is TaskKind.METRICS else self._sums(task)
+            )
         except (UserCodeError, TaskFailed) as error:
             await self._source.fail(task, error.error if isinstance(error, TaskFailed) else error)
             return None
@@ -331,7 +349,7 @@ class Evaluator:
         await self._done_by_loops(_Work(task, compute))
         return metrics
 
-    async def _sums(self, task: Task) -> dict[str, float]:
+    async def _sums(self, task: Task) -> dict[str, Sum]:
         """Raises UserCodeError, TaskFailed, StaleGeneration, DeadlineExceeded."""
         await self._directory.wait_for(
             lambda _: self.status.number >= task.epoch, PATIENCE_S, f"evaluation {task.epoch}"

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from trainer_agent.data_plane.pushes import NodeSink, Outboxes, PushedRows, Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.model.compute import Compute, LaneResult, Ready, Records, metrics_of, node_result
-from trainer_agent.tasks.source import LaneReaders, Portion, TaskFailed, outcome_of
+from trainer_agent.tasks.lane_reader import LaneReaders, Portion
+from trainer_agent.tasks.source import TaskFailed, outcome_of
 from trainer_agent.tasks.steps import Times
 from trainer_agent.waiting import SingleErrorGroup
 from trireme_shared.platform.runtime import clock
@@ -187,6 +188,7 @@ class LanePusher:
     async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
         """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is
         pushed as one."""
+        self._readers.read_ahead(work.lanes, self._prefetching)
         if not self._exchange.makes_steps_again:
             self._compute.forget_nodes()
         tables = bool(self._compute.layout.tables)

@@ -40,16 +40,10 @@ from trainer_agent.loops.context import LoopContext, RolledBack, on_timeline, ti
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.lane_pusher import LanePusher, LaneWork, Step
 from trainer_agent.model.compute import BeforeStep
+from trainer_agent.model.schedule import advance
 from trainer_agent.tasks.activity import Held, LanePace
-from trainer_agent.tasks.source import (
-    LaneReaders,
-    LoadedTask,
-    Portion,
-    TaskFailed,
-    TrainingOver,
-    is_due,
-    portion_of,
-)
+from trainer_agent.tasks.lane_reader import LaneReaders, Portion, is_due, portion_of
+from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver
 from trainer_agent.waiting import SingleErrorGroup, backoff_s
 from trireme_shared.checkpoints.schedule import is_final
 from trireme_shared.platform.runtime import clock, ids, telemetry
@@ -71,14 +65,15 @@ log = telemetry.logger("sync_loop")
 
 
 class SyncLoop:
-    """`run` until training is over, or until the next minibatch boundary once `stopping` is set."""
+    """`run` until training is over, or until the next minibatch boundary once `stopping` is set. `initial`:
+    what the script's optimizer and scheduler begin with."""
 
-    def __init__(self, context: LoopContext, evaluator: Evaluator) -> None:
+    def __init__(self, context: LoopContext, initial: LaneZero, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._spec, self._compute, self._exchange = context.spec, context.compute, context.exchange
         self._source, self._reports, self._duty = context.source, context.reports, context.duty
         self._readers = LaneReaders(context.source, lambda: context.exchange.fleet.generation)
-        self._joiner = Joiner(context, self._readers, evaluator)
+        self._joiner = Joiner(context, self._readers, initial, evaluator)
         self._pusher = LanePusher(context, self._readers)
         helper = LaneHelper(context, self._pusher)
         self._repair = StepRepair(context, self._readers, self._joiner, self._pusher, helper)
@@ -187,8 +182,10 @@ class Joiner:
 
     `timeline` is the one that the parameters in use belong to."""
 
-    def __init__(self, context: LoopContext, readers: LaneReaders, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
+    def __init__(
+        self, context: LoopContext, readers: LaneReaders, initial: LaneZero, evaluator: Evaluator
+    ) -> None:
+        self._evaluator, self._spec, self._initial = evaluator, context.spec, initial
         self._directory, self._compute, self._exchange = context.directory, context.compute, context.exchange
         self._source, self._readers, self._stopping = context.source, readers, context.stopping
         self._duty = context.duty
@@ -254,10 +251,20 @@ class Joiner:
         async with self._exchange.joined(self.timeline, self._version) as record:
             if record is not self._version:
                 if record.lane_zero is not None:
-                    self._compute.restore(record.lane_zero)
+                    await self._restore_schedule(record, record.lane_zero)
                 self._lane_zero = None
                 log.info("joined", version=record.version, generation=self._exchange.fleet.generation)
             yield record
+
+    async def _restore_schedule(self, record: StepRecord, saved: LaneZero) -> None:
+        """Scheduler and options as after the step that made this version. If the user has accepted another
+        optimizer or scheduler since, they are as if training had begun with it."""
+        if saved.options_change == self._spec.options_change:
+            self._compute.restore(saved)
+            return
+        self._compute.restore(self._initial)
+        per_epoch = self._spec.schedule_per == "epoch"
+        await advance(self._compute, record.positions[0].epoch if per_epoch else record.version)
 
     def may_go_on(self, version: StepRecord) -> bool:
         """`version` is in use now: whether this trainer goes on to its next step."""
@@ -277,7 +284,9 @@ class Joiner:
             generation = self._exchange.fleet.generation
             asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
             before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
-            self._lane_zero = step, self._compute.begin_step(before).with_fields(asked=asked)
+            begun = self._compute.begin_step(before)
+            change = self._spec.options_change
+            self._lane_zero = step, begun.with_fields(asked=asked, options_change=change)
         return self._lane_zero[1]
 
 

@@ -295,8 +295,8 @@ def check_layout(mine: Layout, job: Layout) -> None:
         )
     if mine.digest != job.digest:
         differences.append(
-            f"names, shapes, dtypes or memory formats (digest {mine.digest[:12]}, the job has "
-            f"{job.digest[:12]})"
+            "names, shapes, dtypes or memory formats, or what `buffers` says (digest "
+            f"{mine.digest[:12]}, the job has {job.digest[:12]})"
         )
     if mine.segments != job.segments:
         differences.append(f"segments ({_sizes(mine)}, the job has {_sizes(job)})")

@@ -16,6 +16,7 @@ from torch import nn
 from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector, bytes_of
 from trainer_agent.model.optimizer import decode
+from trainer_agent.start_values import without_wrappers
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.step import LaneZero
@@ -99,7 +100,8 @@ def write_training(
 ) -> str:
     """All three as plain PyTorch loads them. `lane_zero`: has the scheduler's state; `optimizer` its own, and
     the options of its groups."""
-    found: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    values = without_wrappers(model, model.state_dict())
+    found: dict[str, Any] = {"model": values, "optimizer": optimizer.state_dict()}
     if lane_zero is not None and lane_zero.scheduler:
         found["scheduler"] = decode(lane_zero.scheduler["state"])
     with files.write_atomic(url) as file:

@@ -19,6 +19,7 @@ from trireme_shared.protocol.metrics import MOST_NAMES, Logged
 from trireme_shared.protocol.records import StepMetrics
 from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.metric_states import Sum
 from trireme_shared.protocol.records.step import LaneZero, NodeResult
 from trireme_shared.protocol.records.tasks import MetricValue
 
@@ -227,9 +228,10 @@ class Compute(Protocol):
     def forget_nodes(self) -> None:
         """All contributions may be overwritten: their pushes are over, or the step is computed again."""
 
-    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
-        """Sums over one minibatch, in evaluation mode, with random numbers from `seed`. With the parameters
-        in use, or (`pinned`) with those written to `pinned`; the next gradient is the same as without it."""
+    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> Mapping[str, Sum]:
+        """Sums over one minibatch, and states of metric objects, in evaluation mode, with random numbers from
+        `seed`. With the parameters in use, or (`pinned`) with those written to `pinned`; the next gradient is
+        the same as without it."""
 
     def pinned(self, block: int) -> memoryview:
         """Writable bytes of a block of a second set of parameters, for `evaluate`. It takes as much memory as
@@ -241,8 +243,8 @@ class Compute(Protocol):
     def forget_pinned(self) -> None:
         """Free that memory."""
 
-    async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Metrics out of the sums over the whole evaluation set."""
+    async def metrics(self, sums: Mapping[str, Sum]) -> dict[str, float]:
+        """Metrics out of the sums and states over the whole evaluation set."""
 
     async def export(self, directory: str) -> dict[str, str]:
         """Write the parameters in use below `directory` (path or fsspec URL); kind -> URL of each file."""

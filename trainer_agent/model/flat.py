@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -23,6 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from trainer_agent.model.averages import Ema
+from trainer_agent.model.buffer_policies import Policy, kind_of
 from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer import check_has_not_begun, spec_of
 from trireme_shared.blocks.buffers import DTYPES
@@ -62,11 +64,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything lies. `parameters` and `buffers` are in the order of the model."""
+    """Where everything lies. `parameters` and `buffers` are in the order of the model. `policies`: of the
+    buffers that the script names (see trainer_agent.model.buffer_policies)."""
 
     layout: Layout
     parameters: tuple[Place, ...]
     buffers: tuple[Place, ...]
+    policies: Mapping[str, Policy] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -199,14 +203,20 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, slot_count: int, device: str = ""
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    block_bytes: int,
+    slot_count: int,
+    device: str = "",
+    policies: Mapping[str, Policy] | None = None,
 ) -> Plan:
-    """The layout of `model` under `optimizer`. Raises InvalidArgument for what cannot be laid out.
+    """The layout of `model` under `optimizer`. `policies`: of buffers by name. Raises InvalidArgument for
+    what cannot be laid out.
 
     Constants stay in the trainer: parameters without gradient or optimizer group, and buffers that are
     neither floating-point nor int64.
     """
-    spec = spec_of(optimizer)
+    spec, policies = spec_of(optimizer), policies or {}
     group_of = groups_of(optimizer)
     named = dict(model.named_parameters())
     check_has_not_begun(optimizer, {id(parameter): name for name, parameter in named.items()})
@@ -233,34 +243,35 @@ def plan(
         for name, p in trained.items()
     ]
     buffer_places = [
-        builder.place(name, b, Segment(kind="buffer", dtype=_dtype(name, b), elements=0))
+        builder.place(
+            name, b, Segment(kind=kind_of(b, policies.get(name)), dtype=_dtype(name, b), elements=0)
+        )
         for name, b in buffers.items()
     ]
+    tensors = tensors_of(model, group_of, policies)
     layout = Layout(
         segments=builder.segments(spec),
         block_bytes=block_bytes,
-        digest=digest(model, group_of),
-        unordered=digest(model, group_of, ordered=False),
+        digest=digest(tensors),
+        unordered=digest(sorted(tensors, key=str)),
         optimizer=spec,
         slot_count=slot_count,
         device=device,
     )
-    return Plan(layout, tuple(parameter_places), tuple(buffer_places))
+    return Plan(layout, tuple(parameter_places), tuple(buffer_places), policies)
 
 
-def digest(model: nn.Module, group_of: dict[int, int], *, ordered: bool = True) -> str:
-    """SHA-256 over names, shapes, dtypes, memory formats and optimizer groups, in the model's order, or in
-    that of their text."""
-    tensors = tensors_of(model, group_of)
-    return hashlib.sha256(json.dumps(tensors if ordered else sorted(tensors, key=str)).encode()).hexdigest()
+def digest(tensors: list[list[Any]]) -> str:
+    """SHA-256 over what `tensors_of` tells."""
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
 
 
-def tensors_of(model: nn.Module, group_of: dict[int, int]) -> list[list[Any]]:
+def tensors_of(model: nn.Module, group_of: dict[int, int], policies: Mapping[str, Policy]) -> list[list[Any]]:
     """[kind, name, shape, dtype, optimizer group] of each parameter and buffer, in the model's order; JSON.
-    Those that are not contiguous have their strides as a sixth entry."""
+    Kinds are those of segments. Tensors that are not contiguous have their strides as a sixth entry."""
     return [
         [
-            kind,
+            kind if kind == "param" else kind_of(tensor, policies.get(name)),
             name,
             list(tensor.shape),
             str(tensor.dtype),
@@ -363,12 +374,16 @@ class LiveBuffers:
         self._counts = counts
         split = [(place, *place.name.rpartition(".")) for place in plan.buffers]
         self._homes = [(place, model.get_submodule(path), name) for place, path, _, name in split]
+        self._averages = [part for part in model.modules() if isinstance(part, Ema)]
 
     def load(self, vector: Vector) -> None:
-        """Buffers of `vector` into the modules."""
+        """Buffers of `vector` into the modules. Averages follow the parameters, which are those of its
+        version."""
         with torch.no_grad():
             for place, module, name in self._homes:
                 module.get_buffer(name).copy_(vector.view(place))
+        for average in self._averages:
+            average.follow()
 
     def store(self, vector: Vector, loaded: Vector) -> None:
         """The modules' buffers into `vector`; they were loaded from `loaded`."""

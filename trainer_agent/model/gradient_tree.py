@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from trainer_agent.model.compute import BlockSink
 from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector
-from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
+from trireme_shared.blocks.buffer_mean import Mean, add_changes, bits_of, mean_of
 from trireme_shared.blocks.buffers import DTYPES, cast_into, round_to
 from trireme_shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
-from trireme_shared.protocol.lanes import Interval, combine
+from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records.job_choices import Narrow, Transported
 from trireme_shared.protocol.records.layout import Block
 
@@ -109,12 +108,11 @@ class GradientTree:
         self._whole, self._limit, self._any_norm = whole, rules.limit, rules.any_norm
         # the pieces that are combined: blocks, or whole segments
         piece_segments = list(range(len(segments))) if whole else [block.segment for block in plan.blocks]
-        self._means: list[Callable[..., tuple[Any, int]]] = [
-            combine if s.kind == "param" else add_changes if rules.counts else combine_buffers
-            for s in segments
+        self._means: list[Mean] = [
+            add_changes if rules.counts and s.kind == "buffer" else mean_of(s.kind) for s in segments
         ]
         self._piece_means = [self._means[number] for number in piece_segments]
-        self._buffer_blocks = [block for block in plan.blocks if segments[block.segment].kind == "buffer"]
+        self._buffer_blocks = [block for block in plan.blocks if segments[block.segment].kind != "param"]
         self._counts = rules.counts
         self._unchanged: dict[int, set[int]] = {}  # by slot: blocks of buffers that forward left as they were
         self._unsent: dict[Interval, set[int]] = {}

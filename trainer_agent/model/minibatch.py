@@ -25,6 +25,7 @@ from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.flat import LiveBuffers, Plan, Vector
 from trainer_agent.model.gradient_tree import LeftOutError, check_gradients, check_loss
+from trainer_agent.model.metric_objects import MetricObjects
 from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, UserCode, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedState, digest
@@ -33,6 +34,7 @@ from trireme_shared.datasets.random_state import START_SEED, seed_everything, se
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, loss_in, metrics_beside
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
+from trireme_shared.protocol.records.metric_states import Sum
 from trireme_shared.tables.grouping import Grouped
 
 CHANGED_LATE = (
@@ -86,7 +88,7 @@ class MinibatchRunner:
         # by block: gradients not made yet; None: not counted in this backward
         self._missing: list[int] | None = None
         self._may_overlap = False
-        self._guard = BackwardGuard(user)
+        self._guard, self._objects = BackwardGuard(user), MetricObjects(user, self._device)
         self._notice, self._told, self._own_state = notice, set[str](), Watch(user.path, model)
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
@@ -192,26 +194,32 @@ class MinibatchRunner:
         self.averaged.lane(gradients, current)
         return value * len(records)
 
-    def evaluate(self, records: Records, seed: int, current: Vector) -> dict[str, float]:
-        """Sums over the minibatch, in evaluation mode. Buffers are loaded and the mode is set for each
-        minibatch, here and in `backward`, so neither changes what the other computes."""
+    def evaluate(self, records: Records, seed: int, current: Vector) -> dict[str, Sum]:
+        """Sums over the minibatch, and states of metric objects, in evaluation mode. Buffers are loaded and
+        the mode is set for each minibatch, here and in `backward`, so neither changes what the other
+        computes."""
         self.buffers.load(current)
+        objects = self._objects.begin()
         seed_everything(seed)
         with evaluating(self._model), torch.no_grad():
             batch = self._batch(records)
             with self._forward():
                 found = self._guard.call(
-                    "evaluate" if self._user.has("evaluate") else "loss", self._model, batch
+                    "evaluate" if self._user.has("evaluate") else "loss", self._model, batch, *objects
                 )
-        sums = found if self._user.has("evaluate") else sums_of(found, len(records), self._user.guard)
-        return self._numbers("evaluate(model, batch)", sums)
+            if not self._user.has("evaluate"):
+                found = sums_of(found, len(records), self._user.guard)
+            elif objects and found is None:
+                found = {}
+            return self._objects.beside(self._numbers("evaluate(model, batch)", found))
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Metrics out of the sums of all minibatches."""
+    def metrics(self, sums: Mapping[str, Sum]) -> dict[str, float]:
+        """Metrics out of the sums and states of all minibatches."""
+        found = self._objects.computed(sums)
         if self._user.has("metrics"):
             with seeded(START_SEED):
-                return self._numbers("metrics(sums)", self._user.call("metrics", dict(sums)))
-        return dict(sums) if self._user.has("evaluate") else means_of(sums)
+                return self._numbers("metrics(sums)", self._user.call("metrics", found))
+        return self._objects.numbers(found) if self._user.has("evaluate") else means_of(found)
 
     def permit(self, _: torch.Tensor | None = None) -> None:
         """See BackwardGuard."""

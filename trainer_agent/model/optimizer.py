@@ -45,16 +45,8 @@ _SEVERAL_LOSSES = (
 _UNKNOWN = (
     "each trainer makes the optimizer from the name of its class and its options, and knows only some classes"
 )
-_NO_OPTIONS = (
-    "params",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "swa_lr",
-    "base_momentum",
-    "max_momentum",
-    "param_names",
-)
+_OF_SCHEDULER = ("max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+_NO_OPTIONS = ("params", "initial_lr", "param_names", *_OF_SCHEDULER)
 OPTIONS = (
     "changed the optimizer's options ({name} of group {number} was {before}, and now it is "
     "{after}), which whoever steps does not see; for "
@@ -162,6 +154,19 @@ def restore(optimizer: torch.optim.Optimizer, scheduler: Any, state: LaneZero) -
     scheduler.load_state_dict(decode(state.scheduler["state"]))
     for group, options in zip(optimizer.param_groups, state.scheduler["groups"], strict=True):
         group.update({name: decode(value) for name, value in options.items()})
+
+
+def scheduler_facts(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Class and state of a scheduler that was not stepped yet, with what it has put into the groups of the
+    optimizer, in JSON types; {}: there is none."""
+    if scheduler is None:
+        return {}
+    groups = [
+        {name: encode(group[name]) for name in _OF_SCHEDULER if name in group}
+        for group in optimizer.param_groups
+    ]
+    state = encode(scheduler.state_dict()) | {"groups": groups}
+    return {"name": type(scheduler).__name__, "state": state}
 
 
 def encode(value: Any) -> Any:

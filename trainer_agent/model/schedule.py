@@ -125,6 +125,14 @@ def check_total_steps(scheduler: Any, spec: JobSpec) -> None:
             )
 
 
+async def advance(compute: Compute, steps: int) -> None:
+    """Step the scheduler `steps` times, without any training."""
+    for number in range(1, steps + 1):
+        compute.begin_step(BeforeStep(epoch_ended=True, is_own=False))
+        if number % STEPS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+
+
 class PushSchedule:
     """The options of the optimizer for each push of an asynchronous job, of which a trainer makes only some.
 
@@ -132,10 +140,13 @@ class PushSchedule:
             ─► the scheduler's steps up to N ─► options
         each STATE_EVERY pushes a push takes the scheduler's state to the parameter servers
 
-    `compute`: its scheduler is as before any step. `known`: states that other trainers' pushes brought."""
+    `compute`: its scheduler is as before any step. `known`: states that other trainers' pushes brought.
+    `options_change`: that of the job's spec; states with another one are of another schedule, and do not
+    count."""
 
-    def __init__(self, compute: Compute, known: Iterable[LaneZero] = ()) -> None:
-        self._compute, self._known = compute, tuple(known)
+    def __init__(self, compute: Compute, known: Iterable[LaneZero] = (), options_change: int = 0) -> None:
+        self._compute, self._change = compute, options_change
+        self._known = tuple(state for state in known if state.options_change == options_change)
         self._begun, self._options = -1, LaneZero(options=())
 
     def __repr__(self) -> str:
@@ -155,7 +166,7 @@ class PushSchedule:
             if self._begun == number:
                 self._options = LaneZero(options=state.options)
                 if told // STATE_EVERY < number // STATE_EVERY:
-                    return state.with_fields(number=number)
+                    return state.with_fields(number=number, options_change=self._change)
             elif self._begun % STEPS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return self._options

@@ -23,7 +23,9 @@ from torch import nn
 
 from trainer_agent.data.shard import on_record
 from trainer_agent.model import optimizer as optimizers
+from trainer_agent.model.averages import averages_of
 from trainer_agent.model.block_states import BlockStates
+from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
 from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.flat import PinnedVector, Plan, Vector, bytes_of, checked_model, plan
@@ -42,7 +44,7 @@ from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
 from trainer_agent.own_loop.turns import use_threads
-from trainer_agent.start_values import load_start_state, start_values, state_of
+from trainer_agent.start_values import PYTORCH, load_start_state, start_values, state_of, without_wrappers
 from trainer_agent.tables.files import StoredTable, StoredTables
 from trainer_agent.tables.trained import TrainedTables
 from trireme_shared.blocks.buffers import DTYPES
@@ -54,6 +56,7 @@ from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import JobSpec, Mode
 from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
+from trireme_shared.protocol.records.metric_states import Sum
 from trireme_shared.protocol.records.step import LaneZero
 
 if TYPE_CHECKING:
@@ -94,7 +97,12 @@ class TorchCompute:
         self.model = model.to(self._device)
         optimizers_without_compiler()
         self.optimizer = optimizers.for_job(drawing(spec.seed, user.call, "optimizer", self.model), spec)
-        laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
+        has_lanes = spec.mode is Mode.SYNC
+        averages_of(self.model, has_lanes=has_lanes)  # refuses those that would not follow
+        policies = policies_of(self.model, user.buffers, has_lanes=has_lanes)
+        laid_out = plan(
+            self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type, policies
+        )
         self.tables = TrainedTables(self.model, spec)
         layout = laid_out.layout.with_fields(
             initial=self.started.digest,
@@ -151,6 +159,11 @@ class TorchCompute:
     @property
     def layout(self) -> Layout:
         return self.plan.layout
+
+    @property
+    def scheduler(self) -> Any:
+        """The script's, or None."""
+        return self._schedule.scheduler
 
     # ------------------------------------------------------------ parameters
 
@@ -351,14 +364,14 @@ class TorchCompute:
 
     # ------------------------------------------------------------ after training
 
-    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
+    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> Mapping[str, Sum]:
         return await self._in_thread(self._evaluate_pinned if pinned else self._evaluate, records, seed)
 
-    def _evaluate(self, records: Records, seed: int) -> dict[str, float]:
+    def _evaluate(self, records: Records, seed: int) -> Mapping[str, Sum]:
         with self.tables.reading():
             return self.minibatch.evaluate(records, seed, self._current)
 
-    def _evaluate_pinned(self, records: Records, seed: int) -> dict[str, float]:
+    def _evaluate_pinned(self, records: Records, seed: int) -> Mapping[str, Sum]:
         """The parameters are those in use again afterwards; buffers are loaded for each minibatch that is
         trained."""
         pinned = self._pinned.vector()
@@ -379,7 +392,7 @@ class TorchCompute:
         self._pinned.forget()
         self.tables.pinned = None
 
-    async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+    async def metrics(self, sums: Mapping[str, Sum]) -> dict[str, float]:
         return await self._in_thread(self.minibatch.metrics, sums)
 
     async def export(self, directory: str) -> dict[str, str]:
@@ -426,13 +439,14 @@ class TorchCompute:
 
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:
-    """Names and values of `model.state_dict()`; kind -> URL. A retry overwrites with the same bytes."""
-    state = state_of(model)
+    """Names (see without_wrappers) and values of `model.state_dict()`; kind -> URL. A retry overwrites with
+    the same bytes."""
+    state = without_wrappers(model, state_of(model))
     urls = {
         "safetensors": files.join(directory, "model.safetensors"),
         "state_dict": files.join(directory, "model.pt"),
     }
-    files.write_bytes(urls["safetensors"], save(state))
+    files.write_bytes(urls["safetensors"], save(state, PYTORCH))
     with files.write_atomic(urls["state_dict"]) as file:
         torch.save(state, file)
     return urls

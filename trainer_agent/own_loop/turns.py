@@ -36,7 +36,7 @@ from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.metrics import Logged, collect_in, collector, loss_in
 from trireme_shared.serving.optimizers.own_step import check_step
 
-FUNCTIONS = "collate", "ids", "evaluate", "metrics"
+FUNCTIONS = "collate", "ids", "evaluate", "evaluation_metrics", "metrics"
 CLOSE_S = 5.0
 _running: ContextVar[OwnLoop | None] = ContextVar("own_loop", default=None)
 OVERRULED = (
@@ -49,13 +49,15 @@ OVERRULED = (
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What the script gave to `trireme.prepare`. `hooks`: collate, ids, scheduler, evaluation_dataset,
-    evaluate and metrics, as far as given. `config`: settings of the job."""
+    evaluate, evaluation_metrics and metrics, as far as given. `config`: settings of the job. `buffers`:
+    policies by pattern (see trainer_agent.model.buffer_policies)."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     dataset: Any
     hooks: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_prepared(parts: Prepared) -> None:
@@ -76,11 +78,9 @@ def check_prepared(parts: Prepared) -> None:
         if name in parts.hooks and not callable(parts.hooks[name]):
             msg = f"trireme.prepare got {type(parts.hooks[name]).__name__} as {name}; give a function"
             raise TypeError(msg)
-    if "evaluation_dataset" in parts.hooks and "evaluate" not in parts.hooks:
-        msg = (
-            "trireme.prepare got evaluation_dataset and no evaluate; give evaluate(model, batch) -> "
-            "dict of sums"
-        )
+    wants = next((name for name in ("evaluation_dataset", "evaluation_metrics") if name in parts.hooks), None)
+    if wants is not None and "evaluate" not in parts.hooks:
+        msg = f"trireme.prepare got {wants} and no evaluate; give evaluate(model, batch) -> dict of sums"
         raise ValueError(msg)
     if "scheduler" not in parts.hooks and any(
         "initial_lr" in group for group in parts.optimizer.param_groups

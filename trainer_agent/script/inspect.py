@@ -33,12 +33,15 @@ from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.user_module import UserModule, load
 from trireme_shared.datasets.dataset_files import files_of
 from trireme_shared.datasets.random_state import seeded
+from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import is_compressed
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, TriremeError, UserCodeError
 from trireme_shared.protocol.evaluations import check_criteria
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
+from trireme_shared.protocol.records.metric_states import MetricState, Sum
+from trireme_shared.protocol.records.queue import MAX_SUMS_BYTES
 
 if TYPE_CHECKING:
     from trainer_agent.model.compute import LaneResult, Records
@@ -52,6 +55,7 @@ COMPARED_FILES = 32
 def inspect_script(script: str, *, check: bool, settings: list[str]) -> int:
     """What the script prints goes to stderr."""
     sys.dont_write_bytecode = True
+    telemetry.configure(level="ERROR", json=False)  # what the user should know is in the answer
     with contextlib.redirect_stdout(sys.stderr):
         code, answer = _answer(script, check, settings)
     sys.stdout.write(json.dumps(answer) + "\n")
@@ -78,7 +82,8 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
     seed = _seed(settings)
     with seeded(seed):  # a script with a loop of its own runs here, as it does in a trainer
         config = user.config
-    seed = _seed({**config, **settings})
+    wanted = {name: value for name, value in {**config, **settings}.items() if value != ""}  # "": the default
+    seed = _seed(wanted)
     dataset = user.dataset(seed=seed)
     evaluation = user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None
     found: dict[str, Any] = {
@@ -86,7 +91,6 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
         "dataset": dataset.model_dump(mode="json"),
         "evaluation_dataset": evaluation.model_dump(mode="json") if evaluation is not None else None,
     }
-    wanted = {**config, **settings}
     if check:
         found |= _try(user, dataset, evaluation, wanted)
     if wanted.get("backend") == "nccl":
@@ -109,18 +113,30 @@ def _try(
     user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
-    from trainer_agent.model.optimizer import rates_sentence  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.model.optimizer import (  # noqa: PLC0415  torch only when it is needed
+        rates_sentence,
+        scheduler_facts,
+    )
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.script.twice import Twice  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
     made_up = JobSteps(UNCOUNTED, spec.epochs, counted=False)
-    with ThreadPoolExecutor(1, "compute") as executor, telling(lambda: made_up):
+    asked: list[JobSteps] = []
+
+    def steps() -> JobSteps:
+        asked.append(made_up)
+        return made_up
+
+    with ThreadPoolExecutor(1, "compute") as executor, telling(steps):
         compute = executor.submit(TorchCompute, user, spec, executor).result()
         twice = Twice(user.path, spec, compute)
         if not user.has("collate") and user.loop is None:
             compare_files(dataset, spec.seed)
         minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))
+        scheduler = scheduler_facts(compute.optimizer, compute.scheduler) | (
+            {"counts_steps": True} if asked else {}
+        )
         compute.begin_step()
         with _doing("the first minibatch"):
             twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
@@ -128,14 +144,35 @@ def _try(
             held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
             with _doing("the first minibatch of the evaluation"):
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
+                twice.notices += kept_values(user.path.name, sums, len(held_out))
                 metrics = asyncio.run(compute.metrics(sums))
             check_criteria(spec, metrics)
-    tensors = tensors_of(compute.model, groups_of(compute.optimizer))
+    tensors = tensors_of(compute.model, groups_of(compute.optimizer), compute.plan.policies)
     notice = "\n".join(filter(None, (compute.started.sentence, rates_sentence(spec), *twice.notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
-    model = {"tensors": tensors, "optimizer": layout.optimizer.model_dump(mode="json"), "tables": tables}
+    model = {
+        "tensors": tensors,
+        "optimizer": layout.optimizer.model_dump(mode="json"),
+        "scheduler": scheduler,
+        "tables": tables,
+    }
     return ({"notice": notice} if notice else {}) | {"model": model}
+
+
+def kept_values(script: str, sums: Mapping[str, Sum], records: int) -> list[str]:
+    """What the user should know of metrics that keep values of every record. `sums`: of so many records."""
+    told = []
+    for name, value in sums.items():
+        if isinstance(value, MetricState) and value.tensors:
+            texts = [text for held in value.tensors.values() for each in held.values() for text in each]
+            size = max(sum(map(len, texts)) / records, 1)
+            told.append(
+                f"{script}: the metric {name} keeps values of every record, about {size:.0f} bytes each: an "
+                f"evaluation of more than about {MAX_SUMS_BYTES / size:,.0f} records fails the job; the size "
+                "of trireme.metrics.AUC, or of one with thresholds=, does not grow with them"
+            )
+    return told
 
 
 class NoBlocks:

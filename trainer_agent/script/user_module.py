@@ -5,7 +5,8 @@ UserCodeError.
                                                                ──► UserCodeError (the user's frames)
 
 A script that calls trireme.prepare has a loop of its own instead of functions: a LoopModule, which runs it in
-a thread. Tracebacks are as users read them: the frames of their script, else those of libraries, never ours.
+a thread. Tracebacks are as users read them: the frames of their script and the innermost ones of libraries,
+never ours.
 
 Raises InvalidArgument for a script that lacks something, UserCodeError for what its code raises.
 """
@@ -19,10 +20,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
+from trainer_agent.model.buffer_policies import Policy, checked
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop, Prepared, is_function
 from trireme_shared.datasets.random_state import START_SEED, seeded
@@ -38,16 +41,22 @@ REQUIRED = {
     "loss": "def loss(model, batch): ... returning the mean loss of the minibatch",
     "optimizer": "def optimizer(model): ... returning an optimizer of torch.optim or trireme.optim",
 }
-OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "metrics")
+OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "evaluation_metrics", "metrics")
 ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "ids": 1, "scheduler": 1}
-ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
+ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "evaluation_metrics": 0, "metrics": 1}
+WITH_OBJECTS = "def evaluate(model, batch, metrics): ... which updates the objects of evaluation_metrics()"
 ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
 DROP_LAST = (
     "BatchNorm cannot train on a minibatch of one record, which the last one of a file may be; set "
     "drop_last=True, which leaves short "
     "minibatches out, or another global_batch_size or number of lanes"
 )
+LIBRARY_FRAMES = 3  # of a traceback
+MOST_CAUSES = 4
+BEGUN = "Traceback (most recent call last):\n"
+CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
 _PACKAGES = Path(__file__).resolve().parents[2]
+_loading: list[ModuleType] = []
 _OURS = ("trireme_shared", "trainer_agent", "trireme")
 
 
@@ -67,13 +76,24 @@ class UserModule:
         for name in (*REQUIRED, *OPTIONAL):
             hook = getattr(module, name, None)
             if hook is not None and (name != "ids" or callable(hook)):  # scripts call other things ids
-                self._hooks[name] = _checked(path, name, hook)
+                takes_objects = name == "evaluate" and hasattr(module, "evaluation_metrics")
+                self._hooks[name] = _checked(path, name, hook, takes_objects=takes_objects)
+        if self.has("evaluation_metrics") and not self.has("evaluate"):
+            raise InvalidArgument(
+                f"{path} has evaluation_metrics() and no evaluate", hint=f"add {WITH_OBJECTS}"
+            )
         self._config = _config(path, getattr(module, "config", None))
+        self._buffers = checked(getattr(module, "buffers", None), f"buffers in {path}")
 
     @property
     def config(self) -> dict[str, Any]:
         """The settings that the script gives."""
         return self._config
+
+    @property
+    def buffers(self) -> Mapping[str, Policy]:
+        """What the script says of its model's buffers (see trainer_agent.model.buffer_policies)."""
+        return self._buffers
 
     def __repr__(self) -> str:
         return f"<UserModule {self.path}: {', '.join(self._hooks)}>"
@@ -134,7 +154,7 @@ class UserModule:
 
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If
-        there are none, it has the frames of libraries, never ours. `fatal`: see UserFailure."""
+        there are none, it has the innermost ones of libraries, never ours. `fatal`: see UserFailure."""
         fatal = fatal or (isinstance(error, TriremeError) and bool(error.details.get("fatal")))
         return _user_code_error(error, message_of(error), self.path.parent, fatal=fatal)
 
@@ -158,6 +178,10 @@ class LoopModule(UserModule):
     @property
     def config(self) -> dict[str, Any]:
         return _config(self.path, self._prepared().config)
+
+    @property
+    def buffers(self) -> Mapping[str, Policy]:
+        return checked(self._prepared().buffers, f"buffers in {self.path}")
 
     def _made(self, hook: str, seed: int) -> Any:
         with seeded(seed):
@@ -220,6 +244,7 @@ def load(script: str | Path) -> UserModule:
     module = importlib.util.module_from_spec(spec)
     enter(path.parent).prepare(module)
     sys.modules[name] = module
+    _loading.append(module)
     try:
         with seeded(START_SEED):
             spec.loader.exec_module(module)
@@ -228,7 +253,14 @@ def load(script: str | Path) -> UserModule:
         if is_interrupt(error):
             raise
         raise _user_code_error(error, str(error), path.parent, f"{path.name} cannot be loaded: ") from error
+    finally:
+        _loading.remove(module)
     return UserModule(path, module)
+
+
+def is_loading(module: ModuleType) -> bool:
+    """Whether `load` runs it just now: it is not the script of `python script.py`."""
+    return module in _loading
 
 
 def _has_items(found: Any) -> bool:
@@ -238,12 +270,13 @@ def _has_items(found: Any) -> bool:
     return method is not None and getattr(method, "__qualname__", "") != "Dataset.__getitem__"
 
 
-def _checked(path: Path, name: str, hook: Callable[..., Any] | object) -> Callable[..., Any]:
-    count = ARGUMENTS[name]
+def _checked(
+    path: Path, name: str, hook: Callable[..., Any] | object, *, takes_objects: bool
+) -> Callable[..., Any]:
+    """`takes_objects`: it is `evaluate`, and gets the metric objects, too. Raises InvalidArgument."""
+    count, shape = ARGUMENTS[name] + takes_objects, WITH_OBJECTS if takes_objects else REQUIRED.get(name, "")
     if not callable(hook):
-        raise InvalidArgument(
-            f"{name!r} in {path} is {type(hook).__name__}, not a function", hint=REQUIRED.get(name, "")
-        )
+        raise InvalidArgument(f"{name!r} in {path} is {type(hook).__name__}, not a function", hint=shape)
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):
@@ -253,7 +286,7 @@ def _checked(path: Path, name: str, hook: Callable[..., Any] | object) -> Callab
     except TypeError:
         raise InvalidArgument(
             f"{name}{signature} in {path} does not take {count} argument{'' if count == 1 else 's'}",
-            hint=REQUIRED.get(name, f"define it with {count}"),
+            hint=shape or f"define it with {count}",
         ) from None
     return hook
 
@@ -295,24 +328,38 @@ def message_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException, folder: Path) -> str:
-    """The traceback of `error`, cut down to the frames below `folder`, the script's."""
+    """The traceback of `error`, cut down to the frames below `folder`, the script's, and the innermost ones
+    of libraries that the last of them has called: LIBRARY_FRAMES. What the script raised `error` from comes
+    first."""
     return "".join(_trimmed(error, folder))
 
 
 def _trimmed(error: BaseException, folder: Path) -> list[str]:
+    chain = [error]
+    while (cause := chain[0].__cause__) is not None and len(chain) < MOST_CAUSES:
+        chain.insert(0, cause)
+    causes = [part for each in chain[:-1] if (part := _trimmed_one(each, folder))[:1] == [BEGUN]]
+    return [line for part in causes for line in [*part, CAUSED]] + _trimmed_one(error, folder)
+
+
+def _trimmed_one(error: BaseException, folder: Path) -> list[str]:
     frames = [
         frame
         for frame in traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
         if not _is_of_trireme(frame.filename)
     ]
     users = [frame for frame in frames if _is_below(frame.filename, folder)]
+    libraries = list(takewhile(lambda frame: frame not in users, reversed(frames)))[::-1] if users else frames
     lines = traceback.format_exception_only(type(error), error)
     if type(error).__module__.partition(".")[0] in _OURS:
         lines = [f"{type(error).__name__}: {message_of(error)}\n"]
     # the message of a SyntaxError has the place
     if not frames or (isinstance(error, SyntaxError) and not users):
         return lines
-    return ["Traceback (most recent call last):\n", *traceback.format_list(users or frames), *lines]
+    told = libraries[-LIBRARY_FRAMES:]
+    left_out = len(libraries) - len(told)
+    between = [f"  ... {left_out} frame{'s' * (left_out > 1)} of libraries\n"] if left_out else []
+    return [BEGUN, *traceback.format_list(users), *between, *traceback.format_list(told), *lines]
 
 
 def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackType | None:

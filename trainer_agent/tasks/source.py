@@ -2,16 +2,6 @@
 failed.
 
 acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)──► Records     complete, fail ─► the master
-
-LaneReaders read the tasks of each lane one after the other, its minibatches by position, and fetch the next
-task ahead.
-
-    LanePosition ──at──► Portion(records, where the lane stands after them)
-         | another index: acquire the task from the master, read its records in the executor
-         +─ skip ─► next index       exhausted ─► no records       end ─► TrainingOver
-
-A lane can be taken over at any position: a task that is not loaded is acquired and read again, in the same
-order of records.
 """
 
 from __future__ import annotations
@@ -19,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -29,19 +19,20 @@ from trainer_agent.data.in_code import EVALUATION, reading
 from trainer_agent.data.shard import Indices, record_order
 from trainer_agent.model.compute import Records
 from trainer_agent.script.user_module import traceback_of
-from trainer_agent.tasks.activity import Held
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.waiting import Backoff, SingleErrorGroup, retry
+from trainer_agent.waiting import Backoff, retry
 from trireme_shared.platform.runtime import begun, ids, telemetry
 from trireme_shared.protocol.errors import (
     CallerError,
     DatasetError,
     DeadlineExceeded,
+    InvalidArgument,
     PeerError,
     StaleAttempt,
+    TooLarge,
     TriremeError,
+    UserCodeError,
 )
-from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records import (
     AcquireTask,
     CompleteTask,
@@ -50,13 +41,15 @@ from trireme_shared.protocol.records import (
     TakeNext,
     Task,
     TaskAnswer,
+    TaskKind,
     TaskProgress,
 )
 from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
-from trireme_shared.protocol.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.records.step import LanePosition
 from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS, BegunWork
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
+READS_AHEAD = 2  # at once, so that what is waited for finds a thread of the process's readers
 READ_LIMIT_S = 120.0
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -78,12 +71,13 @@ class TaskFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
     """A task with its records in memory. `order`: in which they are trained; None: as they are.
-    `generation`: in which this trainer asked for the task (asynchronous)."""
+    `generation`: in which this trainer asked for the task (asynchronous). `following`: see TaskAnswer."""
 
     task: Task
     shard: Shard
     order: Indices | None = None
     generation: int = 0
+    following: Task | None = None
 
 
 class TaskSource:
@@ -108,6 +102,7 @@ class TaskSource:
         # what readers, in their threads, say of files that are trained all the same
         self._changed = deque[str]()
         self._master, self.offload, self._alone = master, offload, alone or offload
+        self._reads_ahead = asyncio.Semaphore(READS_AHEAD)
         self._readers: dict[bool, Blaming] = {}  # of the records that are held out, and of the others
 
     async def acquire(
@@ -175,10 +170,7 @@ class TaskSource:
         offload = self._alone if task.alone else self.offload
         while True:
             try:
-                loaded = await offload(self._load, task)
-                while self._changed:
-                    self._warn(self._changed.popleft())
-                return loaded
+                return await self._read_in(offload, task)
             except DatasetError as error:
                 if error.__cause__ is not None:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
@@ -190,6 +182,22 @@ class TaskSource:
                     await backoff.failed(error)
                 except DeadlineExceeded:
                     raise error from None
+
+    async def read_ahead(self, task: Task) -> LoadedTask | None:
+        """As `load`, for a task that is not acquired yet. None if its records cannot be read now: `load` will
+        meet the same error, and then it is an attempt that fails."""
+        async with self._reads_ahead:
+            try:
+                return await self._read_in(self.offload, task)
+            except TriremeError as error:
+                log.info("not_read_ahead", task=task.task_id, cause=str(error))
+                return None
+
+    async def _read_in(self, offload: Offload, task: Task) -> LoadedTask:
+        loaded = await offload(self._load, task)
+        while self._changed:
+            self._warn(self._changed.popleft())
+        return loaded
 
     async def _tell_waiting(self, task: Task, tries: int, error: PeerError) -> None:
         """It is told again with the next try if it is lost."""
@@ -267,13 +275,18 @@ class TaskSource:
         self, task: Task, done: CompleteTask, following: TakeNext | None = None
     ) -> Task | None:
         """`task` is done. With `following`: the next task if the master has one at once; else `acquire` that
-        request."""
+        request. Sums that the master does not take end the job: another attempt gives the same ones."""
         report = done.with_fields(next=following)
         try:
             what = f"completing task {task.task_id}"
             return (await retry(lambda: self._master.complete_task(task.task_id, report), what)).next
         except StaleAttempt as error:
             log.info("report_refused", task=task.task_id, cause=error.message)
+            return None
+        except (TooLarge, InvalidArgument) as error:
+            if task.kind not in (TaskKind.EVALUATE, TaskKind.VALIDATE):
+                raise
+            await self.fail(task, refused_sums(error))
             return None
 
     async def fail(self, task: Task, error: TriremeError, place: str = "") -> None:
@@ -297,6 +310,12 @@ class TaskSource:
             await retry(lambda: self._master.report_failure(self.trainer, failure), "reporting a failure")
 
 
+def refused_sums(error: CallerError) -> UserCodeError:
+    """Sums of an evaluation that cannot be kept, or do not fit together, as an error that ends the job."""
+    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    return UserCodeError(message, error_type=error.code, error_message=message, fatal=True)
+
+
 def described(task: Task) -> str:
     """For people: `task 7 (train.parquet records 512-1023)`."""
     if not task.file:
@@ -315,221 +334,3 @@ class Offload(Protocol):
     """Runs blocking work (reading files) away from the event loop; a simulation runs it at once."""
 
     async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """A lane's share of one step. `finishes`: these are the last records of `task`. `skipped`: a discarded
-    task was passed, and some blocks may have got data of it in this very step."""
-
-    before: LanePosition
-    after: LanePosition
-    records: Records | None = None
-    task: Task | None = None
-    finishes: bool = False
-    skipped: bool = False
-
-
-class LaneReader:
-    """One lane. Not concurrent with itself: `at` and `prefetch` are called by one loop."""
-
-    def __init__(self, lane: int, source: TaskSource, generation: Callable[[], int]) -> None:
-        self._lane, self._source, self._generation = lane, source, generation
-        self._loaded: LoadedTask | None = None
-        self._next: asyncio.Task[LoadedTask | None] | None = None
-        self._done = 0
-        self._next_portion: Portion | None = None
-
-    @property
-    def held(self) -> list[Held]:
-        """The task being read, with how many of its minibatches were handed out, and the one that was fetched
-        ahead."""
-        found = [Held(self._loaded.task, self._done)] if self._loaded else []
-        if (ahead := self._fetched_ahead) is not None:
-            found.append(Held(ahead.task, 0))
-        return found
-
-    def reads(self, task: Task) -> bool:
-        return self._loaded is not None and self._loaded.task.task_id == task.task_id
-
-    @property
-    def _fetched_ahead(self) -> LoadedTask | None:
-        if self._next is None or not self._next.done() or self._next.cancelled():
-            return None
-        return self._next.result()
-
-    def at_hand(self, position: LanePosition) -> Portion | None:
-        """As `at`, if the task is loaded or was fetched ahead: then nobody has to be asked. Else None."""
-        if position.exhausted:
-            return None
-        loaded = is_due(self._loaded, position) or self._prefetched(position)
-        return None if loaded is None else self._portion(position, position, loaded)
-
-    def next(self, position: LanePosition) -> Portion | None:
-        """What `at_hand` will give (the same object), if it is of the task that is being read."""
-        loaded = None if position.exhausted else is_due(self._loaded, position)
-        if loaded is None:
-            return None
-        self._next_portion = portion_of(self._source, position, position, loaded)
-        return self._next_portion
-
-    async def at(self, position: LanePosition) -> Portion:
-        """The lane's records at `position`. Raises TrainingOver, TaskFailed, StaleGeneration,
-        DeadlineExceeded."""
-        before = position
-        while not position.exhausted:
-            loaded = is_due(self._loaded, position)
-            if loaded is None:
-                found = await self._fetch(position)
-                if isinstance(found, LanePosition):
-                    position = found
-                    continue
-                loaded = self._loaded = found
-            return self._portion(before, position, loaded)
-        self._loaded = None
-        return Portion(before, position, skipped=position.index != before.index)
-
-    def prefetch(self, position: LanePosition, group: asyncio.TaskGroup) -> None:
-        """The lane's next step starts a new task: acquire and read it meanwhile."""
-        if self._next is None and not position.exhausted:
-            self._next = group.create_task(self._ahead(position))
-
-    def drop(self) -> None:
-        """Forget the task: the attempt is over, or the lane has another owner."""
-        self._loaded = None
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-
-    def _prefetched(self, position: LanePosition) -> LoadedTask | None:
-        """The task at `position`, if it was fetched ahead and is there by now; it becomes the loaded one."""
-        ahead = is_due(self._fetched_ahead, position)
-        if ahead is not None:
-            self._loaded, self._next = ahead, None
-        return ahead
-
-    async def _fetch(self, position: LanePosition) -> LoadedTask | LanePosition:
-        """The task at `position`; or the position to go on from, if there is none."""
-        if self._next is not None:
-            ahead = is_due(await outcome_of(self._next), position)
-            self._next = None
-            if ahead is not None:
-                return ahead
-        return await self._acquire(position)
-
-    async def _acquire(self, position: LanePosition) -> LoadedTask | LanePosition:
-        answer = await self._source.acquire(self._generation(), self._lane, position.epoch, position.index)
-        match answer.answer:
-            case "task":
-                assert answer.task is not None
-                return await self._source.load(answer.task)
-            case "skip":
-                return _after_task(position, answer.stream_length)
-            case "end":
-                raise TrainingOver
-            case _:
-                return position.with_fields(offset=0, exhausted=True)
-
-    async def _ahead(self, position: LanePosition) -> LoadedTask | None:
-        """None if anything fails: then `at` asks again, and gets the error."""
-        try:
-            found = await self._acquire(position)
-        except (TriremeError, TaskFailed, TrainingOver):
-            return None
-        return found if isinstance(found, LoadedTask) else None
-
-    def _portion(self, before: LanePosition, position: LanePosition, loaded: LoadedTask) -> Portion:
-        self._done = position.offset // self._source.spec.minibatch_size + 1
-        known, self._next_portion = self._next_portion, None
-        if known is not None and known.task is loaded.task and known.before == position == before:
-            return known
-        return portion_of(self._source, before, position, loaded)
-
-
-def portion_of(
-    source: TaskSource, before: LanePosition, position: LanePosition, loaded: LoadedTask
-) -> Portion:
-    """The records of the lane whose reader stands at `position` of a task."""
-    records = source.minibatch(loaded, position.offset // source.spec.minibatch_size)
-    offset = position.offset + len(records)
-    finishes = offset >= len(loaded.shard)
-    after = (
-        _after_task(position, loaded.task.stream_length) if finishes else position.with_fields(offset=offset)
-    )
-    return Portion(before, after, records, loaded.task, finishes, position.index != before.index)
-
-
-def _after_task(position: LanePosition, stream_length: int) -> LanePosition:
-    """Where the lane stands behind the task at `position`."""
-    index = position.index + 1
-    return position.with_fields(index=index, offset=0, exhausted=index >= stream_length)
-
-
-def is_due(loaded: LoadedTask | None, position: LanePosition) -> LoadedTask | None:
-    """`loaded`, if it is the task at `position`."""
-    there = loaded is not None and (loaded.task.epoch, loaded.task.index) == (position.epoch, position.index)
-    return loaded if there else None
-
-
-class LaneReaders:
-    """The readers of this trainer's lanes, made when first used. `generation` is asked for at each
-    acquire."""
-
-    def __init__(self, source: TaskSource, generation: Callable[[], int]) -> None:
-        self._source, self._generation = source, generation
-        self._readers: dict[int, LaneReader] = {}
-
-    def __getitem__(self, lane: int) -> LaneReader:
-        if lane not in self._readers:
-            self._readers[lane] = LaneReader(lane, self._source, self._generation)
-        return self._readers[lane]
-
-    def next(self, lane: int, position: LanePosition) -> Portion | None:
-        """See LaneReader.next."""
-        return self._readers[lane].next(position) if lane in self._readers else None
-
-    def held(self) -> list[Held]:
-        """See LaneReader.held."""
-        return [held for reader in self._readers.values() for held in reader.held]
-
-    async def read(self, lanes: Sequence[int], positions: Sequence[LanePosition]) -> dict[int, Portion]:
-        """Each lane's records at its position. Raises as LaneReader.at.
-
-        Mostly all are loaded: then this returns without a turn of the event loop, and computing begins before
-        the pull is sent.
-        """
-        at_hand = {lane: self[lane].at_hand(positions[lane]) for lane in lanes}
-        portions = {lane: portion for lane, portion in at_hand.items() if portion is not None}
-        if len(portions) == len(lanes):
-            return portions
-        async with SingleErrorGroup() as group:
-            reading = {
-                lane: group.create_task(self[lane].at(positions[lane]))
-                for lane in lanes
-                if lane not in portions
-            }
-        return {lane: portions.get(lane) or reading[lane].result() for lane in lanes}
-
-    def keep(self, lanes: Interval) -> None:
-        """Lanes outside [first, last) have other owners now."""
-        for lane in [lane for lane in self._readers if not lanes[0] <= lane < lanes[1]]:
-            self._readers.pop(lane).drop()
-
-    def drop(self, task: Task) -> None:
-        """Forget `task`, whichever lane reads it: its attempt is over."""
-        for reader in self._readers.values():
-            if reader.reads(task):
-                reader.drop()
-
-    async def announce_end(self, lane: int, epoch: int) -> None:
-        """Acquiring from the epoch after the last one, for one of the trainer's lanes of now, tells the
-        master that everything is committed. Raises TrainingOver, StaleGeneration."""
-        await self._source.acquire(self._generation(), lane, epoch)
-        raise TrainingOver
-
-    async def announce_stop(self, lane: int, epochs: int, version: StepRecord) -> None:
-        """The same for training that ends early, at this version. Raises TrainingOver, StaleGeneration."""
-        await self._source.acquire(
-            self._generation(), lane, epochs, version.version, stopped=version.positions
-        )
-        raise TrainingOver

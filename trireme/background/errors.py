@@ -10,7 +10,12 @@ from trireme_shared.protocol.errors import DeadlineExceeded, TriremeError
 
 _SHOWN_AS = "trireme"  # where users find them, as tracebacks say it
 _FLAG = re.compile(r"--([a-z][a-z-]*[a-z])(?: ([A-Z]{2,}|\d+)\b)?")
-_SWITCHES = {"fresh": "fresh=True", "no_check": "check=False", "insecure": "insecure=True"}
+_SWITCHES = {
+    "fresh": "fresh=True",
+    "accept_changes": "accept_changes=True",
+    "no_check": "check=False",
+    "insecure": "insecure=True",
+}
 
 
 class InvalidSetting(UsageError, ConfigError):

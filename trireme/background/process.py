@@ -71,6 +71,7 @@ def run(asked: dict[str, Any], messages: Messages) -> dict[str, Any]:
         asked["settings"],
         check=asked["check"],
         fresh=asked["fresh"],
+        accept_changes=asked["accept_changes"],
         insecure=asked["insecure"],
         as_json=True,
         spelling="{}",

@@ -51,6 +51,7 @@ def run(
     trainers: int | None = None,
     pservers: int | str | None = None,
     fresh: bool = False,
+    accept_changes: bool = False,
     check: bool = True,
     insecure: bool = False,
     progress: bool = True,
@@ -61,10 +62,11 @@ def run(
     completed before is not trained again.
 
     `settings`: of trireme.Config, and those of the command (data_dir, port, storage, ...). `fresh`: from the
-    beginning. `check` False: do not try a minibatch first. `progress`: show how it goes, in a notebook under
-    the cell, else as lines on stderr (at a Python prompt while it is waited for). Keep the Run: one that
-    nobody keeps is stopped. Raises ConfigError for settings that cannot be (also Conflict, if the job began
-    with others), UserCodeError if the script fails, PeerError if something on this machine does not answer.
+    beginning. `accept_changes`: go on with other hyperparameters than before. `check` False: do not try a
+    minibatch first. `progress`: show how it goes, in a notebook under the cell, else as lines on stderr (at a
+    Python prompt while it is waited for). Keep the Run: one that nobody keeps is stopped. Raises ConfigError
+    for settings that cannot be (also Conflict, if the job began with others), UserCodeError if the script
+    fails, PeerError if something on this machine does not answer.
     """
     given = {"trainers": trainers, "pservers": pservers, **settings}
     values = {
@@ -72,7 +74,14 @@ def run(
         for name, value in given.items()
         if value is not None
     }
-    asked = {"script": str(script), "settings": values, "fresh": fresh, "check": check, "insecure": insecure}
+    asked = {
+        "script": str(script),
+        "settings": values,
+        "fresh": fresh,
+        "accept_changes": accept_changes,
+        "check": check,
+        "insecure": insecure,
+    }
     _check(Path(script), values)
     shown = watcher() if progress else None
     with shown.attended() if shown else nullcontext():

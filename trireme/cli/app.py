@@ -18,6 +18,10 @@ from trireme.cli import standard_output
 from trireme.cli.cluster import commands as cluster_commands
 from trireme.cli.history import commands as history_commands
 from trireme.cli.options import (
+    CLUSTER,
+    REPAIR,
+    START,
+    WATCH,
     Advertise,
     Assignments,
     Backend,
@@ -83,14 +87,17 @@ token = typer.Typer(
     no_args_is_help=True,
 )
 
-app.add_typer(chaos, name="chaos")
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(token, name="token")
-history_commands.register(app)
-table_commands.register(app)
-
 # of `trireme run`
-_NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json", "insecure"}
+_NOT_SETTINGS = {
+    "script",
+    "assignments",
+    "check",
+    "fresh",
+    "accept_changes",
+    "dry_run",
+    "as_json",
+    "insecure",
+}
 _WHICH = typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
 Which = Annotated[str | None, _WHICH]
 File = Annotated[
@@ -120,7 +127,7 @@ def options(
     pass  # the help is that of the app
 
 
-@app.command(cls=WithOtherNames)
+@app.command(cls=WithOtherNames, rich_help_panel=START)
 def run(
     script: Script,
     mode: Mode = None,
@@ -198,6 +205,14 @@ def run(
             help="Start from the beginning; the files of the last run move to previous/ in the job's folder.",
         ),
     ] = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="Go on from the last checkpoint with other hyperparameters than before: learning rate, "
+            "weight decay, schedule, batch size, ...",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the job's spec as JSON and start nothing.")
     ] = False,
@@ -212,7 +227,7 @@ def run(
     Run the same command again after a stop:
     - An unfinished job resumes from its last checkpoint. The numbers of trainers and parameter servers may
       differ (with
-    independent checkpoints only that of trainers); other settings must be the same.
+    independent checkpoints only that of trainers); other hyperparameters need --accept-changes.
     - A completed job is not trained again.
     - A job that failed because members, its storage or its dataset were away resumes, too.
     - A job whose script failed starts from the beginning, as any job does with --fresh. The files of its last
@@ -235,13 +250,14 @@ def run(
         check=check,
         dry_run=dry_run,
         fresh=fresh,
+        accept_changes=accept_changes,
         as_json=as_json,
         insecure=insecure,
     )
     raise typer.Exit(run_command(request))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def status(
     named: Named = None, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
 ) -> None:
@@ -251,7 +267,7 @@ def status(
     raise typer.Exit(ask(show_status, named or job, data_dir, url, as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def tasks(
     state: Annotated[
         str | None, typer.Option(help="Only these.", metavar="todo|pending|requeued|discarded")
@@ -268,7 +284,7 @@ def tasks(
     raise typer.Exit(ask(show_tasks, named or job, data_dir, url, as_json=as_json, state=state))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def members(
     named: Named = None, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
 ) -> None:
@@ -278,7 +294,13 @@ def members(
     raise typer.Exit(ask(show_members, named or job, data_dir, url, as_json=as_json))
 
 
-@app.command()
+history_commands.register(app)
+cluster_commands.add_to(app)  # before the commands that follow: the groups of the help come in this order
+table_commands.register(app)
+app.add_typer(token, name="token", rich_help_panel=CLUSTER)
+
+
+@app.command(rich_help_panel=REPAIR)
 def explain(
     job: Named = None,
     data_dir: DataDir = None,
@@ -294,7 +316,7 @@ def explain(
     raise typer.Exit(run_explain(job, data_dir, url, as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def scale(
     named: Named = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers from now on.", metavar="N")] = None,
@@ -329,7 +351,7 @@ def scale(
     raise typer.Exit(run_scale(named or job, data_dir, url, asked, wait_s, dry_run=dry_run, as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def export(
     which: Which = None,
     out: Annotated[
@@ -382,7 +404,7 @@ def chaos_kill(
     raise typer.Exit(kill(name, job, data_dir, at_random=at_random, as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=REPAIR)
 def version(as_json: Json = False) -> None:
     """Versions of Trireme, Python and the packages it uses."""
     from trireme.cli.version import show_version  # noqa: PLC0415
@@ -390,7 +412,7 @@ def version(as_json: Json = False) -> None:
     show_version(as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=REPAIR)
 def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Check this machine (versions, etcd, ports, data directory) and print how long a recovery may take."""
     from trireme.cli.doctor import examine  # noqa: PLC0415
@@ -398,7 +420,7 @@ def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
     raise typer.Exit(examine(data_dir, as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=CLUSTER)
 def certs(
     folder: Annotated[
         Path, typer.Argument(help="Folder of the authority: made if it is not there.", metavar="DIR")
@@ -541,7 +563,8 @@ def token_revoke(
     raise typer.Exit(revoke_token(Where(file, job, data_dir), name, as_json=as_json))
 
 
-cluster_commands.add_to(app)
+app.add_typer(checkpoint, name="checkpoint", rich_help_panel=REPAIR)
+app.add_typer(chaos, name="chaos", rich_help_panel=REPAIR)
 
 
 def main() -> None:

@@ -9,15 +9,28 @@ from typing import Annotated, Literal
 
 import typer
 
+# the groups of commands in `trireme --help`
+START, WATCH, CLUSTER, REPAIR = "Start a job", "Watch it", "Run a cluster", "Repair"
+
 Form = Literal["table", "csv", "json", "plot"]  # of `metrics`
 
+
+def of_job(name: str) -> str:
+    """A job that was started as `my_model` is called `my-model`: commands take both."""
+    return name.replace("_", "-")
+
+
 Job = Annotated[
-    str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")
+    str | None,
+    typer.Option(
+        "--job", help="Name of the job. Default: the one started last.", metavar="NAME", parser=of_job
+    ),
 ]
 Named = Annotated[
-    str | None, typer.Argument(help="Name of the job. Default: the one started last.", metavar="[JOB]")
+    str | None,
+    typer.Argument(help="Name of the job. Default: the one started last.", metavar="[JOB]", parser=of_job),
 ]
-JobName = Annotated[str, typer.Argument(help="Name of the job.", metavar="JOB")]
+JobName = Annotated[str, typer.Argument(help="Name of the job.", metavar="JOB", parser=of_job)]
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder of all local runs. Default: .trireme", metavar="DIR")
 ]

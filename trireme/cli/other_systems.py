@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+
+from trireme.cli.suggestions import WithSuggestions
 
 PAGE = "docs/migration.md"
 ELASTICDL, LAUNCH, PADDLE_TRAIN = "ElasticDL", "paddle.distributed.launch", "paddle train"
@@ -221,7 +222,7 @@ def _check_once(name: str, ours: Sequence[str], arguments: Sequence[str]) -> Non
             raise OtherNameError(msg)
 
 
-class WithOtherNames(TyperCommand):
+class WithOtherNames(WithSuggestions):
     """A command that takes them, and does not show them in its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -78,6 +78,7 @@ class RunRequest:
     check: bool = True
     dry_run: bool = False
     fresh: bool = False
+    accept_changes: bool = False
     as_json: bool = False
     insecure: bool = False
     spelling: str = FLAGS
@@ -186,12 +187,20 @@ async def run_job(request: RunRequest) -> int:
         with run_folder.opened(data_dir, job) as folder, told_if_full(folder):
             previous, script = resume.read_previous_run(folder), resume.script_digest(request.script)
             last = storage_of(base, job, folder, previous.spec.storage if previous.spec else "")
+            history = previous.spec.history if previous.spec else ()
             resumed = spec.with_fields(storage=last)
             if counted and previous.spec and previous.spec.pservers:
                 resumed = resumed.with_fields(pservers=previous.spec.pservers)
             plan = resume.decide(
-                previous, resumed, script, folder, fresh=request.fresh, model=inspection.model
+                previous,
+                resumed,
+                script,
+                folder,
+                fresh=request.fresh,
+                accept=request.accept_changes,
+                model=inspection.model,
             )
+            resumed = resume.accepted_in(resumed, history, plan, clock.timestamp())
             if plan.sentence:
                 print(plan.sentence, file=sys.stderr)  # noqa: T201
             if plan.start is resume.Start.DONE and previous.result is not None:
@@ -212,7 +221,10 @@ async def run_job(request: RunRequest) -> int:
                 existing_etcd.check_same_kind(previous.etcd, folder, job)
             _prepare(folder, plan.start, script, inspection.model, common.etcd)
             common = replace(common, tokens=tokens_of(folder, insecure=request.insecure))
-            make = partial(LocalCluster, spec, folder, common, spare_pservers=spares, forks=forks)
+            accepted = inspection.model if plan.accepted else None
+            make = partial(
+                LocalCluster, spec, folder, common, spare_pservers=spares, forks=forks, accepted=accepted
+            )
             return await _train(make, spec, folder, interrupt, request)
 
 

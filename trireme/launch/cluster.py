@@ -31,7 +31,7 @@ from pathlib import Path
 from master_service.store.between_runs import renew, start_again
 from trireme.launch.leases import LostLease, LostLeases, Vouching
 from trireme.launch.processes import Child, Exit, ForkServer, RestartPolicy, revoke_leases_of
-from trireme.launch.resume import Facts, parameter_bytes
+from trireme.launch.resume import Facts, optimizer_in, parameter_bytes, script_digest, write_start
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, ClusterSettings, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
@@ -68,7 +68,8 @@ MOST = 128
 class LocalCluster(SupervisedProcesses[JobState]):
     """`folder` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used
     again). Spare parameter servers are loaded and wait; the first that sees a free index takes it. `forks`
-    starts the children (None: the cluster makes its own fork server and ends it).
+    starts the children (None: the cluster makes its own fork server and ends it). `accepted`: facts of the
+    script's model, if hyperparameters have changed and its user accepts that.
 
     `on_event` gets every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
@@ -86,13 +87,14 @@ class LocalCluster(SupervisedProcesses[JobState]):
         *,
         spare_pservers: int = 0,
         forks: ForkServer | None = None,
+        accepted: Facts | None = None,
         on_event: Callable[[ChildEvent], None] = lambda _: None,
     ) -> None:
         self._forks = forks or ForkServer()
         self._own_forks = forks is None
         super().__init__(folder, settings or ClusterSettings(), self._forks.start, on_event)
         self.spec = spec
-        self._spare_pservers = spare_pservers
+        self._spare_pservers, self._accepted = spare_pservers, accepted
         self._keys = Keys(spec.job)
         self._pserver_settings: dict[str, str] = {}
         self._uds = ""
@@ -276,8 +278,10 @@ class LocalCluster(SupervisedProcesses[JobState]):
             self._opened.enter_context(self._forks)
         await self._connect(self._keys.prefix)
         await start_again(self.etcd, self._keys)
-        await renew(self.etcd, self._keys, self.spec)
+        await renew(self.etcd, self._keys, self.spec, optimizer=optimizer_in(self._accepted))
         private_files.write_text(self.folder / "spec.json", self.spec.to_bytes().decode())  # masters read it
+        if self._accepted is not None:
+            write_start(self.folder, script_digest(Path(self.spec.script)), self._accepted)
         self.directory = Directory(self.etcd, self._keys)
         self.run_beside(self.directory.run, "following the job")
         self.run_beside(self._follow_state, "waiting for the end of the job")

@@ -2,7 +2,8 @@
 
 no earlier run      start
 unfinished          resume from the last checkpoint, if no setting has changed that must not
-                    (trireme_shared.protocol.records.setting_effects)
+                    (trireme_shared.protocol.records.setting_effects); with other hyperparameters, of the
+                    settings or of the script's optimizer and scheduler, if the user accepts them
 FAILED              its script was the cause, or nothing is saved: start from the beginning; the user has
                     probably corrected it.
                     else (members or storage were away): as unfinished
@@ -13,8 +14,8 @@ models are never deleted unless the user asks for it.
 
 The facts about the script's model and optimizer that an unfinished job depends on are kept in the folder,
 too, and compared:
-{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}, "tables":
-    [TableSpec, ...]}   (trainer_agent.script.inspect)
+{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"},
+    "scheduler": {"name", "state"} or {}, "tables": [TableSpec, ...]}   (trainer_agent.script.inspect)
 Tensors that are not contiguous have their strides after the group.
 """
 
@@ -23,7 +24,8 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import zip_longest
 from pathlib import Path
@@ -32,12 +34,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from master_service.core.decisions.lifecycle import stopped_early
+from trainer_agent.own_loop.job_steps import UNCOUNTED
 from trireme.launch.run_folder import read_json, write_json
 from trireme_shared.platform.security import private_files
 from trireme_shared.protocol.errors import Conflict
-from trireme_shared.protocol.records import JobSpec, Phase
-from trireme_shared.protocol.records.layout import ELEMENT_BYTES, TableSpec
-from trireme_shared.protocol.records.setting_effects import FIXED, GROWS
+from trireme_shared.protocol.records import JobSpec, Mode, Phase
+from trireme_shared.protocol.records.job_choices import CHANGES_CHARACTERS, MAX_CHANGES, AcceptedChange
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, OptimizerSpec, TableSpec
+from trireme_shared.protocol.records.record import shortened
+from trireme_shared.protocol.records.setting_effects import ACCEPTED, FIXED, FREE, GROWS
 
 SPEC_FILE, SCRIPT_FILE = "spec.json", "script.sha256"
 RESULT_FILE = "result.json"  # what --json prints; it exists once the run is over
@@ -45,9 +50,20 @@ ETCD_FILE = "etcd.json"  # of a run with an etcd that it did not start: how to r
 PREVIOUS = "previous"
 NOT_MOVED = ("lock", PREVIOUS)
 MODEL_FILE = "model.json"  # does not exist if the run was started with --no-check
-KINDS = {"param": "parameter", "buffer": "buffer"}
+KINDS = {"param": "parameter", "buffer": "buffer", "first": "buffer"}
+FOLLOWS = {"buffer": "the mean over the lanes", "first": "the value of the first lane"}
 
 Facts = dict[str, Any]
+Change = tuple[str, Any, Any]  # name, old value, new value
+OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
+#: Options that count only where the optimizer's state begins.
+OF_BEGINNING = ("initial_accumulator_value",)
+#: torch makes the state of this option in the first step alone.
+OF_FIRST_STEP = ("RMSprop", "momentum")
+#: Parts of a scheduler's state that follow from the optimizer's rate, and are told there if that has changed.
+FROM_OPTIMIZER = ("base_lrs",)
+#: What users give a scheduler, under a name that torch keeps private.
+PRIVATE = ("_schedulers", "_milestones")
 
 
 class Start(Enum):
@@ -80,10 +96,14 @@ class PreviousRun:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`sentence`: the reason, for the user; empty for a first start."""
+    """`sentence`: the reason, for the user; empty for a first start. `accepted`: hyperparameters that change
+    because the user said so, each with both values. `options`: whether some of them are the optimizer's or
+    the scheduler's."""
 
     start: Start
     sentence: str = ""
+    accepted: tuple[str, ...] = ()
+    options: bool = False
 
 
 def read_previous_run(folder: Path) -> PreviousRun:
@@ -106,9 +126,11 @@ def decide(
     folder: Path,
     *,
     fresh: bool,
+    accept: bool = False,
     model: Facts | None = None,
 ) -> Plan:
-    """Raises Conflict if the earlier run differs from what is asked for now."""
+    """`accept`: the user accepts other hyperparameters. Raises Conflict if the earlier run differs from what
+    is asked for now."""
     old = previous.spec
     aside = f"its earlier files are in {folder / PREVIOUS}"
     if old is None:
@@ -122,10 +144,24 @@ def decide(
         )
     what = "is completed" if previous.phase else "is unfinished"
     changes = differences(old, spec)
-    _refuse_changes(old, changes, f"job {spec.job} in {folder} {what}")
+    where = f"job {spec.job} in {folder} {what}"
+    _refuse_changes(old, changes, where)
     longer = spec.epochs > old.epochs
     changed = _script_changed(previous, spec, script)
-    if previous.phase is Phase.COMPLETED and not longer:
+    done = previous.phase is Phase.COMPLETED and not longer
+    if not done:
+        _refuse_another_model(previous.model, model, where)
+    asked = _hyperparameters(old, spec, changes, previous.model, model)
+    kept = asked.lengths if longer and not accept else ()  # of a schedule that is made for all epochs
+    asked = replace(asked, scheduler=tuple(each for each in asked.scheduler if each not in kept))
+    if asked.names and not accept:
+        raise _unaccepted(asked, where, done=done)
+    if asked.names:
+        _refuse_unacceptable(old, asked, model, where)
+    if done:
+        if asked.names:
+            msg = f"{where} with {old.epochs} epochs: it is not trained any more, so no change has an effect"
+            raise Conflict(msg, hint="give more --epochs as well; training goes on with the new values then")
         if changed:
             msg = f"job {spec.job} in {folder} is completed with another version of {spec.script}"
             raise Conflict(msg, hint="use another name (--job NAME), or --fresh to train it again")
@@ -142,25 +178,129 @@ def decide(
             "independent checkpoints load only with as many"
         )
         raise Conflict(msg, hint=f"use --pservers {old.pservers}, or --fresh to start from the beginning")
-    if different_model := difference(previous.model, model):
-        msg = f"job {spec.job} in {folder} {what} and its model has changed: {different_model}"
-        hint = (
-            "its checkpoints hold the old model: restore the script, use another name (--job NAME), or "
-            "--fresh to start from the beginning"
-        )
-        if is_reordered(previous.model, model):
-            hint = (
-                "modules that are made from a set of names change their order with PYTHONHASHSEED: "
-                "sort the names in the old order, start with the "
-                "PYTHONHASHSEED that the job began with, or use --fresh to start from the beginning"
-            )
-        raise Conflict(msg, hint=hint)
-    untold = ("sources", "trackers")
-    told = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes if name not in untold)
+    untold = ("sources", "trackers", *ACCEPTED)
+    free = [f"{before} -> {now} {name}" for name, before, now in changes if name not in untold]
+    told = ", ".join((*free, *asked.texts))
     note = f"; {Path(spec.script).name} has changed since the job began" if changed else ""
     what = f"failed before ({reason})" if previous.resumable else what
     verb = "goes on" if previous.phase else "resumes"
-    return Plan(Start.RESUME, f"job {spec.job} {what}: it {verb}{f' ({told})' if told else ''}{note}")
+    if kept:
+        values = ", ".join(f"{name.removeprefix(SCHEDULER).strip()} {_shown(was)}" for name, was, _ in kept)
+        note += f"; its scheduler keeps {values}, and --accept-changes takes the new values"
+    sentence = f"job {spec.job} {what}: it {verb}{f' ({told})' if told else ''}{note}"
+    return Plan(Start.RESUME, sentence, asked.texts, asked.concern_options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Hyperparameters that are other ones than before: (name, old value, new value) of each. `rescaled`:
+    learning rates are another multiple of the script's."""
+
+    settings: tuple[Change, ...] = ()
+    optimizer: tuple[Change, ...] = ()
+    scheduler: tuple[Change, ...] = ()
+    rescaled: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in (*self.settings, *self.optimizer, *self.scheduler)]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        everything = (*self.settings, *self.optimizer, *self.scheduler)
+        return tuple(f"{name} {_shown(before)} -> {_shown(now)}" for name, before, now in everything)
+
+    @property
+    def lengths(self) -> tuple[Change, ...]:
+        """Numbers of the same scheduler."""
+        return tuple(change for change in self.scheduler if change[0] != SCHEDULER)
+
+    @property
+    def concern_options(self) -> bool:
+        """Whether the steps to come have other options of the optimizer than its old schedule gives them."""
+        counts_otherwise = any(name == "schedule_per" for name, _, _ in self.settings)
+        return bool(self.optimizer or self.scheduler) or self.rescaled or counts_otherwise
+
+
+def _hyperparameters(
+    old: JobSpec, new: JobSpec, changes: list[Change], then: Facts | None, now: Facts | None
+) -> _Asked:
+    settings = [change for change in changes if change[0] in ACCEPTED]
+    rescaled = old.lr_factor != new.lr_factor
+    if then is None or now is None or difference(then, now):  # of another model nothing is compared
+        return _Asked(tuple(settings), rescaled=rescaled)
+    optimizer = _option_changes(then["optimizer"], now["optimizer"])
+    return _Asked(tuple(settings), tuple(optimizer), tuple(_scheduler_changes(then, now)), rescaled)
+
+
+def _unaccepted(asked: _Asked, where: str, *, done: bool) -> Conflict:
+    """`done`: the job is not trained any more."""
+    texts = asked.texts
+    what = f"{len(texts)} changes are" if len(texts) > 1 else "a change is"
+    msg = f"{where}, and {what} asked for: {', '.join(texts)}; the steps that are done were made without"
+    more = " with more --epochs" if done else ""
+    hint = (
+        f"--accept-changes{more} goes on from the last checkpoint with the new values; else use the old "
+        "ones, another name (--job NAME), or --fresh to start from the beginning"
+    )
+    return Conflict(msg, hint=hint, differing=asked.names)
+
+
+def _refuse_unacceptable(old: JobSpec, asked: _Asked, now: Facts | None, where: str) -> None:
+    """Raises Conflict for changes that this job cannot take, although the user accepts them."""
+    if "global_batch_size" in asked.names and old.mode is Mode.ASYNC:
+        raise Conflict(
+            f"{where}, and {', '.join(asked.texts)} is asked for: the ledgers of an asynchronous job count "
+            "minibatches of the old size",
+            hint="train a new job that starts with its parameters: --init-from JOB --job NAME",
+        )
+    scheduler = (now or {}).get(SCHEDULER) or {}
+    if "global_batch_size" in asked.names and scheduler.get("counts_steps"):
+        raise Conflict(
+            f"{where}, and {', '.join(asked.texts)} is asked for: the scheduler is made for the steps of the "
+            "job (trireme.total_steps()), and those that are done had other batches",
+            hint="give the scheduler a number of steps of your own, or train a new job that starts with the "
+            "parameters of this one: --init-from JOB --job NAME",
+        )
+    if asked.concern_options and "ReduceLROnPlateau" in str(scheduler):
+        raise Conflict(
+            f"{where}, and {', '.join(asked.texts)} is asked for: the learning rate of ReduceLROnPlateau "
+            "follows the evaluations that were made, so it is not known what it would be with other values",
+            hint="train a new job that starts with its parameters: --init-from JOB --job NAME",
+        )
+
+
+def _refuse_another_model(then: Facts | None, now: Facts | None, where: str) -> None:
+    """Raises Conflict if the checkpoints do not fit what the script makes."""
+    if not (different := difference(then, now)):
+        return
+    hint = (
+        "its checkpoints hold the old model: restore the script, use another name (--job NAME), or "
+        "--fresh to start from the beginning"
+    )
+    if is_reordered(then, now):
+        hint = (
+            "modules that are made from a set of names change their order with PYTHONHASHSEED: "
+            "sort the names in the old order, start with the "
+            "PYTHONHASHSEED that the job began with, or use --fresh to start from the beginning"
+        )
+    raise Conflict(f"{where} and its model has changed: {different}", hint=hint)
+
+
+def accepted_in(spec: JobSpec, history: tuple[AcceptedChange, ...], plan: Plan, time: str) -> JobSpec:
+    """`spec` with the history of the job's earlier runs, and what the plan adds to it."""
+    if not plan.accepted:
+        return spec.with_fields(history=history)
+    number = history[-1].number + 1 if history else 1
+    options = number if plan.options else history[-1].options if history else 0
+    text = shortened(", ".join(plan.accepted), CHANGES_CHARACTERS)
+    made = AcceptedChange(number=number, options=options, time=time, text=text)
+    return spec.with_fields(history=(*history, made)[-MAX_CHANGES:])
+
+
+def optimizer_in(facts: Facts | None) -> OptimizerSpec | None:
+    """None: nobody has tried the script."""
+    return OptimizerSpec.model_validate(facts["optimizer"]) if facts is not None else None
 
 
 def _script_changed(previous: PreviousRun, spec: JobSpec, script: str) -> bool:
@@ -170,7 +310,7 @@ def _script_changed(previous: PreviousRun, spec: JobSpec, script: str) -> bool:
     return (bool(previous.script) and previous.script != script) or other
 
 
-def _refuse_changes(old: JobSpec, changes: list[tuple[str, Any, Any]], where: str) -> None:
+def _refuse_changes(old: JobSpec, changes: list[Change], where: str) -> None:
     """Raises Conflict if a setting has changed that must not, with the reason."""
     choice = "use another name (--job NAME), the same values, or --fresh to start from the beginning"
     different = [
@@ -182,11 +322,9 @@ def _refuse_changes(old: JobSpec, changes: list[tuple[str, Any, Any]], where: st
         return
     name, before, now = different[0]
     reason = FIXED.get(name, f"a job can only get more epochs than its {old.epochs}")
-    more = (
-        f" (and {len(different) - 1} more: {', '.join(name for name, *_ in different[1:])})"
-        if len(different) > 1
-        else ""
-    )
+    rest = [change for change in changes if change[0] not in (name, *FREE)]
+    others = ", ".join(f"{each} {_shown(was)} -> {_shown(is_now)}" for each, was, is_now in rest)
+    more = f" (and {len(rest)} more: {others})" if rest else ""
     msg = f"{where} with {name} = {_shown(before)}; now {name} = {_shown(now)} is asked for{more}: {reason}"
     raise Conflict(msg, hint=choice, differing=[name for name, *_ in different])
 
@@ -212,10 +350,10 @@ def _refuse_longer(previous: PreviousRun, spec: JobSpec, folder: Path) -> None:
         )
 
 
-def differences(old: JobSpec, new: JobSpec) -> list[tuple[str, Any, Any]]:
+def differences(old: JobSpec, new: JobSpec) -> list[Change]:
     """(setting, old value, new value) of every change."""
     values = [(name, getattr(old, name), getattr(new, name)) for name in JobSpec.model_fields]
-    return [(name, before, now) for name, before, now in values if before != now]
+    return [(name, before, now) for name, before, now in values if before != now and name != "history"]
 
 
 def script_digest(script: Path) -> str:
@@ -236,6 +374,7 @@ def set_aside(folder: Path) -> None:
 
 
 def write_start(folder: Path, script: str, model: Facts | None = None) -> None:
+    """What the next run compares with. `model` None: nobody has tried the script."""
     if model is not None:
         write_json(folder / MODEL_FILE, model)
     private_files.write_text(folder / SCRIPT_FILE, script)
@@ -298,6 +437,10 @@ def _tensors(old: list[Any] | None, new: list[Any] | None) -> str:
         return (
             f"{KINDS[old[0]]} {old[1]} {_text(old)} was in the place of {KINDS[new[0]]} {new[1]} {_text(new)}"
         )
+    if old[0] != new[0] and KINDS[old[0]] == KINDS[new[0]]:
+        return (
+            f"buffer {old[1]} took {FOLLOWS[old[0]]}, now the script's `buffers` gives it {FOLLOWS[new[0]]}"
+        )
     if old[2:4] != new[2:4]:
         return f"{KINDS[old[0]]} {old[1]} was {_text(old)}, now it is {_text(new)}"
     if old[5:] != new[5:]:
@@ -314,21 +457,85 @@ def _order(tensor: list[Any]) -> str:
 
 
 def _optimizers(old: Facts, new: Facts) -> str:
+    """The first difference that no step can take up."""
     if old["name"] != new["name"]:
         return f"the optimizer was {old['name']}, now it is {new['name']}"
     if len(old["groups"]) != len(new["groups"]):
         return f"the optimizer had {len(old['groups'])} groups, now it has {len(new['groups'])}"
-    for number, (before, after) in enumerate(zip(old["groups"], new["groups"], strict=True)):
-        for option in before.keys() & after.keys():
-            if before[option] != after[option]:
-                return (
-                    f"the optimizer's {option} was {before[option]!r}, now it is {after[option]!r} "
-                    f"(group {number})"
-                )
-    for option in old["defaults"].keys() & new["defaults"].keys():  # another torch may know more of them
-        if old["defaults"][option] != new["defaults"][option]:
+    for number, option, before, after in _options(old, new):
+        if not _may_change(new["name"], option, before, after):
+            return f"the optimizer's {option} was {before!r}, now it is {after!r} (group {number})"
+    of_groups = {option for group in new["groups"] for option in group}
+    for option in (old["defaults"].keys() & new["defaults"].keys()) - of_groups:
+        if old["defaults"][option] != new["defaults"][option]:  # another torch may know more of them
             return (
                 f"the optimizer's {option} was {old['defaults'][option]!r}, now it is "
                 f"{new['defaults'][option]!r}"
             )
     return ""
+
+
+def _options(old: Facts, new: Facts) -> Iterator[tuple[int, str, Any, Any]]:
+    """(group, option, old value, new value) of each that differs."""
+    for number, (before, after) in enumerate(zip(old["groups"], new["groups"], strict=True)):
+        for option in before:
+            if option in after and before[option] != after[option]:
+                yield number, option, before[option], after[option]
+
+
+def _may_change(optimizer: str, option: str, before: Any, after: Any) -> bool:
+    """Whether a step takes the option from whoever makes it: numbers, and lists of them (betas)."""
+    if option in OF_BEGINNING or ((optimizer, option) == OF_FIRST_STEP and not before):
+        return False
+    return _is_numeric(before) and _is_numeric(after)
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_numeric, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _option_changes(old: Facts, new: Facts) -> list[Change]:
+    """`optimizer lr` for all groups, or `optimizer lr (group 1)`."""
+    found = list(_options(old, new))  # those that may not change are refused before
+    groups = len(new["groups"])
+    told: list[Change] = []
+    for number, option, before, after in found:
+        same = [each for each in found if each[1:] == (option, before, after)]
+        if len(same) < groups:
+            told.append((f"{OPTIMIZER} {option} (group {number})", before, after))
+        elif same[0][0] == number:
+            told.append((f"{OPTIMIZER} {option}", before, after))
+    return told
+
+
+def _scheduler_changes(then: Facts, now: Facts) -> list[Change]:
+    old, new = then.get(SCHEDULER), now.get(SCHEDULER)
+    if old is None or new is None:  # of an earlier version, which did not tell of them
+        return []
+    names = [each.get("name", "none") for each in (old, new)]
+    if names[0] != names[1]:
+        return [(SCHEDULER, *names)]
+    before, after = dict(_flat(old.get("state"))), dict(_flat(new.get("state")))
+    rates = [[group.get("lr") for group in facts["optimizer"]["groups"]] for facts in (then, now)]
+    told = FROM_OPTIMIZER if rates[0] != rates[1] else ()
+    counted = f" (at {UNCOUNTED} steps an epoch)" if new.get("counts_steps") else ""
+    return [
+        (f"{SCHEDULER} {name}{counted}", value, after[name])
+        for name, value in before.items()
+        if name in after and value != after[name] and name.rpartition(".")[2] not in told
+    ]
+
+
+def _flat(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The parts of a state by their paths, for example `_schedulers.0.gamma`, without torch's own notes."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(state, dict) and not any(name.startswith("__") for name in state):  # else a tagged value
+        parts = [(name, value) for name, value in state.items() if name[:1] != "_" or name in PRIVATE]
+    elif isinstance(state, list) and any(isinstance(each, dict) for each in state):
+        parts = [(str(number), value) for number, value in enumerate(state)]
+    else:
+        yield prefix, state
+    for name, value in parts:
+        yield from _flat(value, f"{prefix}.{name}" if prefix else name)

@@ -62,6 +62,7 @@ SHOWN_EVENTS = {
     "stage_changed",
     "user_failure",
     "warning",
+    "settings_changed",
     "steps_are_short",
     "records_left_out",
 }
@@ -263,7 +264,7 @@ class ScriptOutput:
 
     def __init__(self, logs: Path, show: Callable[[Shown], None]) -> None:
         self._logs, self._show = logs, show
-        self._files: dict[Path, _Output] = {path: _Output(path, _size(path)) for path in self._paths()}
+        self._files: dict[Path, Printed] = {path: Printed(path, _size(path)) for path in self._paths()}
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -275,7 +276,7 @@ class ScriptOutput:
         """Shows what is new. `last`: the trainers have ended."""
         lines = list[tuple[str, str]]()
         for path in self._paths():
-            output = self._files.setdefault(path, _Output(path, 0))
+            output = self._files.setdefault(path, Printed(path, 0))
             lines += [(path.stem, line) for line in output.news(now, last=last)]
         if lines:
             self._show(lines)
@@ -284,15 +285,18 @@ class ScriptOutput:
         return sorted(self._logs.glob("trainer-*.log"))
 
 
-class _Output:
-    """Of one trainer. `place`: the byte from which it is read on."""
+class Printed:
+    """What one process prints into a file: of a trainer, or of a script that is checked. `place`: the byte
+    from which it is read on. `stays`: the file is there later, too."""
 
-    def __init__(self, path: Path, place: int) -> None:
+    def __init__(self, path: Path, place: int = 0, *, stays: bool = True) -> None:
         self._path, self._place = path, place
+        self._where = f"; all are in {path}" if stays else ""
         self._allowed, self._since = float(AT_ONCE), clock.monotonic()
         self._left_out, self._unread, self._told = 0, False, float("-inf")
 
     def news(self, now: float, *, last: bool) -> list[str]:
+        """The lines since the last call. `last`: it has ended."""
         self._allowed = min(float(AT_ONCE), self._allowed + max(0.0, now - self._since) * PER_SECOND)
         self._since = now
         lines = [shown(line) for line in self._taken(last=last)]
@@ -300,7 +304,7 @@ class _Output:
         ended = last or self._allowed >= AT_ONCE
         if (self._left_out or self._unread) and (ended or now - self._told >= TELL_S):
             count = f"{'more than ' if self._unread else ''}{self._left_out:,} lines"
-            lines.append(f"… {count} are left out here; all are in {self._path}")
+            lines.append(f"… {count} are left out here{self._where}")
             self._left_out, self._unread, self._told = 0, False, now
         return lines
 

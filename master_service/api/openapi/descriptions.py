@@ -467,7 +467,8 @@ def _of_trainers() -> Iterator[BaseModel]:
     yield AcquireTask(
         trainer="trainer-0", request="acquire-1a2b3c", generation=3, stream=2, epoch=1, index=4, wait_s=10
     )
-    yield TaskAnswer(answer="task", task=task, stream_length=24)
+    following = task.with_fields(task_id="91", attempt=0, index=5, file="train-3.parquet", first=512)
+    yield TaskAnswer(answer="task", task=task, following=following, stream_length=24)
     yield TaskProgress(trainer="trainer-0", attempt=1, minibatches=3, epoch=1, timeline=0)
     yield CompleteTask(
         trainer="trainer-0",

@@ -161,9 +161,9 @@ def settle(job: Job, report: CompleteTask) -> Decision[None]:
     """The metrics of the evaluation that runs are known."""
     running = job.evaluation.running
     assert running is not None
-    if why := _nobody_reports(job, report.sums):
+    if why := _nobody_reports(job, report.metrics):
         return lifecycle.fail(job.state, f"{why}; {WHAT_TO_DO}", FailureCause.SCRIPT)
-    finite = {name: value for name, value in report.sums.items() if math.isfinite(value)}
+    finite = {name: value for name, value in report.metrics.items() if math.isfinite(value)}
     for name in criteria(job.spec).values():
         if name in finite:
             finite = {name: finite[name]} | finite  # these are kept, however many there are

@@ -216,7 +216,7 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
         job.spec.mode is Mode.SYNC or job.training.epoch < job.spec.epochs
     )  # not after a rollback, trained to the end
     return job.state.result.with_fields(
-        metrics=(report.sums if report else {}) or job.sums.sums,
+        metrics=(report.metrics if report else {}) or job.sums.numbers,
         exports=report.exports if report else {},
         best=_best(job, report),
         discarded_tasks=len(discarded),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from master_service.core.changes import (
     Change,
@@ -32,7 +31,6 @@ from trireme_shared.protocol.errors import (
     NotFound,
     StaleAttempt,
     StaleGeneration,
-    TooLarge,
     TriremeError,
 )
 from trireme_shared.protocol.evaluations import EvaluationStatus, why_unreported
@@ -61,9 +59,6 @@ from trireme_shared.protocol.records.record import shortened
 
 REQUEUES_AT_ONCE = 40
 CAUSE_CHARACTERS = 1000
-MAX_SUMS_BYTES = 200 * 1024
-
-S = TypeVar("S", bound=EvaluationSums)
 
 
 def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
@@ -86,10 +81,20 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     if (task := decision.answer.task) is None:
         return decision
     alone = job.budget.counts.has_died_at(task.epoch, task.task_id)
-    if not state.timeline and not alone:
+    following = _behind(job, task) if ask.stream is not None and not alone else None
+    if not state.timeline and not alone and following is None:
         return decision
     task = task.with_fields(timeline=state.timeline, alone=alone)
-    return replace(decision, answer=decision.answer.with_fields(task=task))
+    return replace(decision, answer=decision.answer.with_fields(task=task, following=following))
+
+
+def _behind(job: Job, task: Task) -> Task | None:
+    """What the lane may read ahead. None for a task at which a process has died: its records are read
+    alone."""
+    following = job.training.behind(task)
+    if following is None or job.budget.counts.has_died_at(following.epoch, following.task_id):
+        return None
+    return following.with_fields(timeline=job.state.timeline)
 
 
 def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
@@ -158,8 +163,8 @@ def report_progress(job: Job, task_id: str, report: TaskProgress) -> TaskQueue:
 
 
 def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
-    """Raises StaleAttempt, NotFound, TooLarge. Sums and exports are written in the transaction that ends the
-    task: never twice."""
+    """Raises StaleAttempt, NotFound, TooLarge, InvalidArgument. Sums and exports are written in the
+    transaction that ends the task: never twice."""
     queue = _queue_of(job, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
@@ -172,9 +177,10 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     if report.skipped and queue.kind is TaskKind.TRAIN:
         changes = (*changes, job.losses.with_skipped(report.skipped))
     if queue.kind is TaskKind.EVALUATE:
-        changes = (*changes, _bounded(job.sums.plus(report.sums)))
+        changes = (*changes, job.sums.plus(report.sums, _number_of(task_id)).bounded())
     if queue.kind is TaskKind.VALIDATE:
-        return Decision(None, (*changes, _bounded(job.validation.plus(report.sums))))
+        sums = job.validation.plus(report.sums, _number_of(task_id)).bounded()
+        return Decision(None, (*changes, sums))
     if queue.kind is TaskKind.METRICS:
         return Decision(None, changes) + evaluation.settle(job, report)
     stopped = evaluation.stopping(job, task_id) if queue.kind is TaskKind.TRAIN and not closing.last else None
@@ -182,7 +188,7 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
         return Decision(None, changes) + stopped
     ended = Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
     unreported = (
-        why_unreported(job.spec, report.sums) if queue.kind is TaskKind.EXPORT and not report.best else ""
+        why_unreported(job.spec, report.metrics) if queue.kind is TaskKind.EXPORT and not report.best else ""
     )
     if unreported and job.spec.keep_best is not None:
         ended += Decision(
@@ -388,15 +394,9 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
     return Decision(found.answer.task, found.changes, found.events)
 
 
-def _bounded(sums: S) -> S:
-    """Raises TooLarge."""
-    if (size := len(sums.to_bytes())) > MAX_SUMS_BYTES:
-        msg = (
-            f"the evaluation has {len(sums.sums)} sums of {size} bytes, at most {MAX_SUMS_BYTES} bytes "
-            "are taken"
-        )
-        raise TooLarge(msg, hint="return the same few names, and short ones, for every minibatch")
-    return sums
+def _number_of(task_id: str) -> int:
+    """`validate-3` is the evaluation's task 3."""
+    return int(task_id.rpartition("-")[2])
 
 
 def _queue_of(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> TaskQueue:

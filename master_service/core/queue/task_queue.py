@@ -46,6 +46,7 @@ from trireme_shared.protocol.records import (
     Attempt,
     DiscardedTask,
     PendingTask,
+    Task,
     TaskAnswer,
     TaskKind,
 )
@@ -196,6 +197,19 @@ class TaskQueue:
             raise Conflict(msg)
         given, put = self._give(ask, task_id, lane, ask.index, 0, 0)
         return given, (*committed, PutCursor(name, cursor + 1), put)
+
+    def behind(self, task: Task) -> Task | None:
+        """The task of its lane behind `task`, in this epoch or the next one, as `dispatch_lane` will give it
+        unless something happens to it (attempt 0: nobody has it). None: there is none."""
+        epoch, index = task.epoch, task.index + 1
+        if index >= self.streams.length(task.stream):
+            epoch, index = epoch + 1, 0
+        if epoch >= self.epochs:
+            return None
+        task_id = self.streams.at(epoch, task.stream, index)
+        if (epoch, task_id) in self.discarded:
+            return None
+        return self.streams.task(task_id, 0, epoch, task.stream, index)
 
     def close_before(self, ask: AcquireTask) -> tuple[Change, ...]:
         """Asking for the next epoch proves that all lanes have committed this one: it closes, even with tasks

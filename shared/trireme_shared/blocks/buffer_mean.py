@@ -1,7 +1,10 @@
-"""The mean of a buffer over lanes. What no lane changed stays as it is, in every bit: masks of -inf, tables,
-the padding."""
+"""How two nodes of lanes become one, by the kind of their segment; the mean of a buffer over lanes. What no
+lane changed stays as it is, in every bit: masks of -inf, tables, the padding."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trireme_shared.protocol.lanes import combine
 
+Mean = Callable[..., tuple[Any, int]]
+"""Of two nodes, (left values, their samples, right values, their samples): as
+trireme_shared.protocol.lanes.combine."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,6 +43,19 @@ def combine_buffers(
     mean, total = combine(left, left_count, right, right_count)
     mean.copy_(torch.where(same, kept, mean))
     return mean, total
+
+
+def first_lane(
+    left: torch.Tensor, left_count: int, right: torch.Tensor, right_count: int
+) -> tuple[torch.Tensor, int]:
+    """As `combine_buffers`, for buffers that follow the first lane that has data: nothing is written."""
+    return (left if left_count else right), left_count + right_count
+
+
+def mean_of(kind: str) -> Mean:
+    """How nodes of a segment of this kind (see Segment) are combined."""
+    means: dict[str, Mean] = {"param": combine, "buffer": combine_buffers, "first": first_lane}
+    return means[kind]
 
 
 def add_changes(

@@ -40,7 +40,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 # trying again does not help
 _DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 # what may differ between the spec a checkpoint was made under and the one it is loaded under
-ELASTIC = ("trainers", "pservers", "sources")
+ELASTIC = ("trainers", "pservers", "sources", "history")
 _FREE = (*ELASTIC, "strategy")  # checkpoints of both strategies hold the same
 M = TypeVar("M")
 

@@ -14,6 +14,7 @@ from master_service.core.changes import RestartQueue
 from master_service.core.decisions.lifecycle import cause_of, fail, start_again, train_longer
 from master_service.store.between_runs import renew
 from master_service.store.between_runs import start_again as write_start_again
+from master_service.store.schema import read_events
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop, run
 from tests.master_service.core.members import RUNNING, state_after
@@ -36,6 +37,7 @@ from trireme_shared.protocol.records import (
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 from trireme_shared.protocol.records.datasets import TextLines
 from trireme_shared.protocol.records.job import JobResult
+from trireme_shared.protocol.records.job_choices import AcceptedChange
 from trireme_shared.protocol.records.layout import Layout, OptimizerSpec
 from trireme_shared.protocol.records.step import LanePosition, StepRecord
 
@@ -127,20 +129,33 @@ def test_more_epochs_change_nothing_once_stop_early_has_ended_the_job() -> None:
         train_longer(stopped, 9)
 
 
-def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_any_more(
-    tmp_path: Path,
-) -> None:
-    spec = JobSpec(
+def spec_of(folder: Path) -> JobSpec:
+    return JobSpec(
         job="ctr",
         script="/s.py",
-        storage=str(tmp_path),
+        storage=str(folder),
         dataset=TextLines("t.txt"),
         evaluation_dataset=TextLines("t.txt"),
         epochs=2,
         lanes=1,
         evaluate_every="epoch",
     )
-    positions = (LanePosition(lane=0, epoch=1, exhausted=True),)
+
+
+LAYOUT = Layout(
+    segments=(),
+    block_bytes=256,
+    digest="",
+    optimizer=OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.1},)),
+)
+
+
+async def at_once(work: Callable[..., Any], *arguments: object) -> Any:
+    return work(*arguments)
+
+
+def saved(folder: Path, position: LanePosition) -> CheckpointLatest:
+    """A checkpoint of step 12, at which the only lane's reader has that position."""
     ref = CheckpointRef(uuid="u", step=12, timeline=0, manifest="")
     manifest = Manifest(
         **ref.model_dump(include={"uuid", "step", "timeline"}),
@@ -153,17 +168,12 @@ def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_
         spec_digest="",
         timestamp="",
         slots=SlotMap(version=1, owners=(0,)),
-        layout=Layout(
-            segments=(),
-            block_bytes=256,
-            digest="",
-            optimizer=OptimizerSpec(name="SGD", defaults={}, groups=()),
-        ),
-        record=StepRecord(version=12, positions=positions),
+        layout=LAYOUT,
+        record=StepRecord(version=12, positions=(position,)),
         parts=(),
     )
-    ref = ref.model_copy(update={"manifest": write_manifest(str(tmp_path), manifest)})
-    latest = CheckpointLatest(
+    ref = ref.model_copy(update={"manifest": write_manifest(str(folder), manifest)})
+    return CheckpointLatest(
         **ref.model_dump(include={"uuid", "step", "timeline", "manifest"}),
         term=1,
         timestamp="",
@@ -171,10 +181,14 @@ def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_
         kept=(ref,),
         final=True,
     )
-    longer = spec.model_copy(update={"epochs": 5, "keep_checkpoints": 4, "trainers": 7})
 
-    async def at_once(work: Callable[..., Any], *arguments: object) -> Any:
-        return work(*arguments)
+
+def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_any_more(
+    tmp_path: Path,
+) -> None:
+    spec = spec_of(tmp_path)
+    latest = saved(tmp_path, LanePosition(lane=0, epoch=1, exhausted=True))
+    longer = spec.model_copy(update={"epochs": 5, "keep_checkpoints": 4, "trainers": 7})
 
     async def main() -> None:
         etcd = Etcd(SimulatedEtcd().transport("launcher"))
@@ -197,6 +211,75 @@ def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_
         assert not again.final
         assert [each.evaluation for each in again.kept] == [2], "it is evaluated as in a job of 5 epochs"
         assert not await renew(etcd, KEYS, longer, at_once)
+
+    rng = random.Random(7)
+    run(VirtualLoop(rng), asyncio.wait_for(main(), 60), rng)
+
+
+def test_accepted_changes_are_written_with_their_event_and_the_optimizer_of_the_layout(
+    tmp_path: Path,
+) -> None:
+    spec, other = spec_of(tmp_path), OptimizerSpec(name="SGD", defaults={}, groups=({"lr": 0.2},))
+    change = AcceptedChange(number=1, options=1, time="2026-11-30T00:00:00Z", text="optimizer lr 0.1 -> 0.2")
+    wanted = spec.with_fields(clip_grad_norm=1.0, history=(change,))
+
+    async def main() -> None:
+        etcd = Etcd(SimulatedEtcd().transport("launcher"))
+        await etcd.put(KEYS.spec, spec.to_bytes())
+        await etcd.put(KEYS.state, RUNNING.to_bytes())
+        await etcd.put(KEYS.layout, LAYOUT.to_bytes())
+        await etcd.put(KEYS.latest, saved(tmp_path, LanePosition(lane=0, epoch=1, index=1)).to_bytes())
+        assert await renew(etcd, KEYS, wanted, at_once, optimizer=other)
+        found = [await etcd.get(key) for key in (KEYS.spec, KEYS.layout)]
+        values = [kv.value for kv in found if kv is not None]
+        assert JobSpec.from_bytes(values[0]) == wanted
+        assert Layout.from_bytes(values[1]) == LAYOUT.with_fields(optimizer=other)
+        (told,) = (await read_events(etcd, KEYS.events)).after(0, 10)
+        assert (told.name, told.event_time) == ("settings_changed", change.time)
+        assert told.message == f"from step 12 on with changes that were accepted: {change.text}"
+        assert told.fields == {"step": 12, "number": 1, "changes": change.text}
+        assert not await renew(etcd, KEYS, wanted, at_once, optimizer=other), "they are accepted once"
+        second = change.model_copy(update={"number": 2, "text": "more"})
+        assert await renew(etcd, KEYS, wanted.with_fields(history=(change, second)), at_once)
+        events = (await read_events(etcd, KEYS.events)).after(0, 10)
+        assert [event.event_id - told.event_id for event in events] == [0, 1]
+
+    rng = random.Random(7)
+    run(VirtualLoop(rng), asyncio.wait_for(main(), 60), rng)
+
+
+@pytest.mark.parametrize(
+    ("position", "may_change"),
+    [
+        (LanePosition(lane=0), True),
+        (LanePosition(lane=0, epoch=1, index=3, exhausted=True), True),
+        (LanePosition(lane=0, epoch=1, index=1), False),
+        (LanePosition(lane=0, epoch=1, offset=32), False),
+    ],
+)
+def test_the_global_batch_changes_between_two_epochs_only(
+    tmp_path: Path, position: LanePosition, may_change: bool
+) -> None:
+    spec = spec_of(tmp_path)
+    change = AcceptedChange(number=1, time="2026-11-30T00:00:00Z", text="global_batch_size 256 -> 64")
+    wanted = spec.with_fields(global_batch_size=64, history=(change,))
+
+    async def main() -> None:
+        etcd = Etcd(SimulatedEtcd().transport("launcher"))
+        await etcd.put(KEYS.spec, spec.to_bytes())
+        await etcd.put(KEYS.state, RUNNING.to_bytes())
+        await etcd.put(KEYS.latest, saved(tmp_path, position).to_bytes())
+        if may_change:
+            assert await renew(etcd, KEYS, wanted, at_once)
+            return
+        told = (
+            r"is 256, and 64 is asked for: it can change between two epochs, .* \(step 12\) is inside epoch 2"
+        )
+        with pytest.raises(Conflict, match=told):
+            await renew(etcd, KEYS, wanted, at_once)
+        found = await etcd.get(KEYS.spec)
+        assert found is not None
+        assert JobSpec.from_bytes(found.value) == spec
 
     rng = random.Random(7)
     run(VirtualLoop(rng), asyncio.wait_for(main(), 60), rng)

@@ -27,6 +27,7 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.checkpoints import CheckpointLatest, CheckpointRef
 from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.metric_states import Elements, MetricState, Reduction, Sum
 from trireme_shared.protocol.records.step import LanePosition, StepRecord
 
 DATASET = TextLines("a.txt")
@@ -84,7 +85,7 @@ class Trained:
         self.do(answer)
         return answer.answer.task or answer.answer.answer
 
-    def complete(self, task: str | Task, trainer: str = "t1", **sums: float) -> None:
+    def complete(self, task: str | Task, trainer: str = "t1", **sums: Sum) -> None:
         assert isinstance(task, Task)
         report = CompleteTask(
             trainer=trainer, attempt=task.attempt, epoch=task.epoch, timeline=task.timeline, sums=sums
@@ -121,6 +122,27 @@ def test_an_evaluation_begins_with_its_checkpoint_and_gives_its_tasks_then_the_m
     assert trained.events == ["evaluation 1 begins: step 10", "evaluation 1 (step 10): accuracy 0.5"]
     assert trained.ask(awaited=1) == "end"
     assert not trained.job.validation.sums
+
+
+def test_states_of_metric_objects_count_once_in_whatever_order_tasks_end_and_are_no_metrics():
+    def state(number: float, text: str) -> MetricState:
+        counts = Elements(reduction=Reduction.SUM, dtype="float64", shape=(1,), numbers=(number,))
+        return MetricState(elements={"sum": counts}, tensors={"kept": {0: (text,)}})
+
+    trained = Trained(ref(1))
+    trained.do(evaluation.begin(trained.job))
+    first, second = trained.ask("t1"), trained.ask("t2")
+    trained.complete(second, "t2", auc=state(1e16, "second"))
+    trained.complete(first, auc=state(-1e16, "first"))
+    again = trained.job.validation
+    trained.complete(second, "t2", auc=state(1.0, "again"))
+    assert trained.job.validation == again
+    found = again.sums["auc"]
+    assert isinstance(found, MetricState)
+    assert found.elements["sum"].numbers == (0.0,)
+    assert found.tensors == {"kept": {0: ("first",), 1: ("second",)}}
+    trained.complete(trained.ask(), accuracy=0.5, auc=state(1.0, "no number"))
+    assert trained.job.evaluations[1].metrics == {"accuracy": 0.5}
 
 
 def test_training_tasks_are_given_beside_an_evaluation():

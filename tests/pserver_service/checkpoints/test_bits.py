@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from pserver_service.recovery import load_store
 from tests.pserver_service.checkpoints import parts
 from trireme_shared.checkpoints import stored
 from trireme_shared.checkpoints.schedule import Schedule
@@ -64,6 +65,21 @@ def test_the_initial_version_loads_with_no_state_yet(tmp_path, optimizer):
     parts.train(layout, stores, 0, 2)
     parts.train(layout, loaded, 0, 2)
     assert parts.state_of(loaded) == parts.state_of(stores)
+
+
+def test_a_loaded_job_has_the_options_that_its_user_accepted_since(tmp_path):
+    """The learning rate is in each push, the weight decay is not."""
+    layout = parts.layout_of("AdamW")
+    _, at_4, ref = saved_at_4(str(tmp_path), layout, 2)
+    changed = layout.optimizer.with_fields(defaults={**layout.optimizer.defaults, "weight_decay": 0.7})
+    accepted = layout.with_fields(optimizer=changed)
+    args = (str(tmp_path), parts.JOB, layout.digest, ref, 0, parts.slot_map(1), None)
+    (as_saved, _), (as_accepted, _) = load_store(*args), load_store(*args, optimizer=changed)
+    assert parts.state_of([as_accepted]) == at_4
+    for each in (as_saved, as_accepted):
+        parts.train(layout, [each], 4, 6)
+    assert parts.state_of([as_accepted]) != parts.state_of([as_saved])
+    assert as_accepted.layout == accepted, "its next checkpoint says so"
 
 
 def test_the_record_of_the_version_comes_back(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trireme_shared.blocks.buffer_mean import first_lane
 from trireme_shared.blocks.buffers import BufferPool
 from trireme_shared.protocol.lanes import combine
 from trireme_shared.serving.core.blocks import Accumulator
@@ -65,6 +66,33 @@ def test_any_order_and_any_cut_give_the_bits_of_the_tree(seed, counts):
     whole.release()
     check(accumulator, pool)
     assert not accumulator.nodes
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9), st.lists(st.integers(0, 3), min_size=LANES, max_size=LANES), st.booleans())
+def test_what_follows_the_first_lane_has_its_bits_in_any_order_and_any_cut(seed, counts, lent):
+    """Also where nodes wait in memory that may only be read: neither side of two is like the other."""
+    rng = random.Random(seed)
+    pool, others = BufferPool(), BufferPool()
+    accumulator = Accumulator(pool, LANES, "float32", ELEMENTS, first_lane)
+    waiting = random_cut(rng, 0, LANES)
+    rng.shuffle(waiting)
+    for first, last in waiting:
+        data = [number for number in range(first, last) if counts[number]]
+        memory = others.take("float32", ELEMENTS)
+        memory.tensor.copy_(lane(data[0]) if data else lane(99))
+        value = memory.tensor if data else None
+        count = sum(counts[first:last])
+        whole = accumulator.add((first, last), value, count, memory if lent else None, lent=lent)
+        memory.release()
+        if not lent and whole is None:
+            memory.tensor.zero_()
+    expected = next((lane(number) for number in range(LANES) if counts[number]), None)
+    assert whole.count == sum(counts)
+    assert whole.value is None if expected is None else torch.equal(whole.value, expected)
+    whole.release()
+    assert pool.free_bytes == pool.allocated_bytes
+    assert others.free_bytes == others.allocated_bytes
 
 
 def test_a_larger_interval_replaces_the_smaller_ones_inside_it():

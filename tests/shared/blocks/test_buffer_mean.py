@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
+from trireme_shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers, first_lane, mean_of
 from trireme_shared.protocol.lanes import combine
 
 COUNTS = [(1, 1), (3, 2), (0, 4), (4, 0)]
@@ -35,3 +35,13 @@ def test_integers_are_those_of_the_first_lane_or_are_added():
     assert combine_buffers(one.clone(), 2, other.clone(), 3)[0].tolist() == [0, 1, 2]
     assert add_changes(one.clone(), 2, other.clone(), 3)[0].tolist() == [5, 6, 7]
     assert add_changes(one.clone(), 0, other.clone(), 3)[0].tolist() == [5, 5, 5]
+
+
+def test_each_kind_of_segment_has_its_rule_and_an_unknown_one_none():
+    assert [mean_of(kind) for kind in ("param", "buffer", "first")] == [combine, combine_buffers, first_lane]
+    one, other = torch.randn(5), torch.randn(5)
+    assert first_lane(one, 2, other, 3) == (one, 5)
+    assert first_lane(one, 0, other, 3) == (other, 3)
+    assert first_lane(one, 2, other, 0) == (one, 2)
+    with pytest.raises(KeyError):
+        mean_of("last")

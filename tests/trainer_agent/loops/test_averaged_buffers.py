@@ -112,7 +112,7 @@ async def test_a_buffer_that_holds_no_statistics_is_told_once(tmp_path, name):
     ]
     assert len(told) == 1
     assert "differs between lanes" in told[0]
-    assert "set lanes=1" in told[0]
+    assert f'buffers = {{"{name}": "first"}}' in told[0]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_plain_training_refuses_it_as_a_job_does(tmp_path, monkeypatch, capsys, 
     monkeypatch.syspath_prepend(tmp_path)
     __import__(script)
     given = ("global_batch_size=8", "records_per_task=16", "evaluate_every=8", *settings)
-    arguments = ["--epochs", "4", *(each for setting in given for each in ("--set", setting))]
+    arguments = ["--no-check", "--epochs", "4", *(each for setting in given for each in ("--set", setting))]
     with nullcontext() if settings else pytest.raises(SystemExit):
         plain.train(script, arguments)
     said = capsys.readouterr().err

@@ -28,9 +28,10 @@ def joiner() -> Joiner:
         exchange=nothing,
         source=nothing,
         stopping=asyncio.Event(),
+        spec=nothing,
         duty=lambda: Next(Duty.TRAIN),
     )
-    return Joiner(context, nothing, nothing)  # type: ignore[arg-type]
+    return Joiner(context, nothing, nothing, nothing)  # type: ignore[arg-type]
 
 
 def attempts_within(seconds: float, steps_made: int) -> int:

@@ -76,6 +76,23 @@ async def test_a_push_before_all_known_states_has_the_rate_of_its_number(build, 
     assert (await schedule.options_of(STATE_EVERY)).options == known.options  # it has gone there by itself
 
 
+async def test_states_of_another_schedule_do_not_count(build, counted):
+    """The user has accepted another one."""
+    before, after = (
+        f"def scheduler(optimizer):\n    return torch.optim.lr_scheduler.StepLR(optimizer, 7, {gamma})\n"
+        for gamma in (0.9, 0.5)
+    )
+    known = await PushSchedule(build(scheduler=before)).options_of(STATE_EVERY)
+    expected = await PushSchedule(build(scheduler=after)).options_of(STATE_EVERY + 9)
+    found = await PushSchedule(build(scheduler=after), [known], 1).options_of(STATE_EVERY + 9)
+    assert found.options == expected.options
+    told = await PushSchedule(build(scheduler=after), [known], 1).options_of(STATE_EVERY)
+    assert (known.options_change, told.options_change) == (0, 1)
+    late = build(scheduler=after)
+    assert (await PushSchedule(late, [known, told], 1).options_of(STATE_EVERY + 9)).options == found.options
+    assert counted[id(late)] == 9
+
+
 def test_fewer_states_are_kept_the_older_they_are():
     known = ScheduleStates()
     for number in range(0, 1_000_001, STATE_EVERY):

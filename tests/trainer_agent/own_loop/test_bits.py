@@ -121,22 +121,37 @@ def plainly(monkeypatch):
     return run_script
 
 
-def test_under_plain_python_the_bits_are_those_of_trireme_train(tmp_path, plainly, capsys):
+SUMS = """
+def evaluate(model, batch):
+    return {'right': (model(batch['x']).argmax(1) == batch['y']).sum()}
+"""
+OBJECTS = """
+def evaluation_metrics():
+    import trireme.metrics
+
+    return {'right': trireme.metrics.RecallAtK(1)}
+
+
+def evaluate(model, batch, metrics):
+    metrics['right'].update(model(batch['x']), batch['y'])
+"""
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "given"), [(SUMS, ""), (OBJECTS, ", evaluation_metrics=evaluation_metrics")]
+)
+def test_under_plain_python_the_bits_are_those_of_trireme_train(tmp_path, plainly, capsys, evaluate, given):
     settings = (
         "config = trireme.Config(epochs=2, global_batch_size=8, records_per_task=16, seed=7, lanes=4)\n"
     )
-    evaluated = {
-        "evaluate": "def evaluate(model, batch):\n"
-        "    return {'right': (model(batch['x']).argmax(1) == batch['y']).sum()}\n"
-    }
     prepare = SCHEDULED["prepare"].replace(
-        "=scheduler)", "=scheduler, evaluation_dataset=dataset, evaluate=evaluate)"
+        "=scheduler)", f"=scheduler, evaluation_dataset=dataset, evaluate=evaluate{given})"
     )
-    head = LOOP_HEAD + settings + "torch.manual_seed(7)\n" + evaluated["evaluate"]
+    head = LOOP_HEAD + settings + "torch.manual_seed(7)\n" + evaluate
     loop = write_loop(tmp_path, **SCHEDULED | {"head": head, "prepare": prepare})
     functions = write_script(
         tmp_path,
-        **evaluated,
+        evaluate=evaluate,
         scheduler=SCHEDULER,
         config="import trireme\n" + settings,
         evaluation="def evaluation_dataset():\n    return dataset()\n",

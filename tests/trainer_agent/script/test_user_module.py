@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import py_compile
+import re
 import sys
 
 import pytest
@@ -104,7 +105,13 @@ def test_a_syntax_error_shows_where(tmp_path):
     assert "trainer_agent" not in raised.value.details["traceback"]
 
 
-def test_a_hooks_error_is_trimmed_to_the_users_frames(tmp_path):
+def functions_in(trace: str) -> list[str]:
+    """The last frame's comes last; "..." where frames are left out."""
+    places = [line for line in trace.splitlines() if line.startswith(("  File", "  ..."))]
+    return [place.strip() if "..." in place else place.rpartition(" in ")[2] for place in places]
+
+
+def test_a_hooks_error_has_the_users_frames_and_the_innermost_ones_of_libraries(tmp_path):
     user = load(
         write_script(
             tmp_path,
@@ -115,17 +122,49 @@ def test_a_hooks_error_is_trimmed_to_the_users_frames(tmp_path):
             def deeper():
                 return nn.Linear("a", "b")
             """,
+            loss="""
+            def loss(model, batch):
+                return nn.Sequential(nn.Sequential(nn.Linear(3, 4)))(torch.zeros(2, 5))
+            """,
         )
     )
     with pytest.raises(UserCodeError) as raised:
         user.call("model")
     trace = raised.value.details["traceback"]
     assert trace.startswith("Traceback (most recent call last):\n")
-    assert [line.rpartition(" in ")[2] for line in trace.splitlines() if line.startswith("  File")] == [
-        "model",
-        "deeper",
-    ]
+    assert functions_in(trace) == ["model", "deeper", "__init__"]
     assert any(line.startswith("TypeError:") for line in trace.splitlines())
+    with pytest.raises(UserCodeError) as raised:
+        user.call("loss", None, None)
+    trace = raised.value.details["traceback"]
+    first, left_out, *innermost = functions_in(trace)
+    assert (first, innermost) == ("loss", ["_wrapped_call_impl", "_call_impl", "forward"])
+    assert re.fullmatch(r"\.\.\. \d+ frames of libraries", left_out)
+    assert "F.linear(input, self.weight, self.bias)" in trace
+    assert "trainer_agent" not in trace
+
+
+def test_what_an_error_was_raised_from_comes_first(tmp_path):
+    user = load(
+        write_script(
+            tmp_path,
+            loss="""
+            def loss(model, batch):
+                try:
+                    return {}["x"]
+                except KeyError as error:
+                    raise ValueError("no x") from error
+            """,
+        )
+    )
+    with pytest.raises(UserCodeError) as raised:
+        user.call("loss", None, None)
+    before, after = raised.value.details["traceback"].split(
+        "\nThe above exception was the direct cause of the following exception:\n\n"
+    )
+    assert before.endswith("KeyError: 'x'\n")
+    assert after.endswith("ValueError: no x\n")
+    assert functions_in(before) == functions_in(after) == ["loss"]
 
 
 def test_a_script_named_like_a_library_does_not_shadow_it(tmp_path):

@@ -12,9 +12,10 @@ from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
 from trainer_agent.data import Shard
 from trainer_agent.tasks.activity import Held
-from trainer_agent.tasks.source import LaneReader, TaskFailed, TaskSource, TrainingOver
+from trainer_agent.tasks.lane_reader import LaneReader
+from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
 from trireme_shared.platform.storage import files
-from trireme_shared.protocol.errors import NotLeader, PeerError, StaleGeneration
+from trireme_shared.protocol.errors import DatasetError, NotLeader, PeerError, StaleGeneration
 from trireme_shared.protocol.records import AcquireTask, Task
 from trireme_shared.protocol.records.step import LanePosition
 
@@ -212,3 +213,111 @@ async def test_what_a_machine_lacks_is_waited_for_and_is_never_a_tasks_failure(t
     failing.failures = 1000
     with pytest.raises(PeerError, match="no"):
         await source.load(task)
+
+
+# ------------------------------------------------------------ the following task, read ahead
+
+
+class Reads:
+    """Runs work in its caller's thread, and knows how often each task's records were read. Unless it
+    `goes_on`, reads of tasks behind the first one wait."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[int, int]] = []
+        self.begun, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.goes_on.set()
+
+    async def __call__(self, work, task):
+        self.tasks.append((task.epoch, task.index))
+        if len(self.tasks) > 1:
+            self.begun.set()
+            await self.goes_on.wait()
+        return work(task)
+
+
+async def follow(made, positions, reads, lane=0):
+    """Portions of a lane at each position, as a loop asks for them."""
+    found = LaneReader(
+        lane, TaskSource(made.spec, made.port, ME, reads), lambda: made.directory.state.generation
+    )
+    portions = []
+    async with asyncio.TaskGroup() as group:
+        for position in positions:
+            portions.append(found.at_hand(position) or await found.at(position))
+            found.read_ahead(group)
+            await asyncio.sleep(0)
+            if portions[-1].finishes:
+                found.prefetch(portions[-1].after, group)
+                await asyncio.sleep(0.01)
+        found.drop()
+    return portions
+
+
+async def test_each_task_is_read_once_while_the_one_before_is_computed_in_the_next_epoch_too(made):
+    expected = await walk(reader(made), LanePosition(lane=0))
+    expected += await walk(reader(made), LanePosition(lane=0, epoch=1))
+    reads = Reads()
+    found = await follow(made, [portion.before for portion in expected], reads)
+    assert list(map(keys_of, found)) == list(map(keys_of, expected))
+    assert reads.tasks == [(epoch, index) for epoch in range(2) for index in range(3)]
+
+
+async def test_the_following_task_is_read_before_this_trainer_has_it(made):
+    reads = Reads()
+    lane = LaneReader(0, TaskSource(made.spec, made.port, ME, reads), lambda: made.directory.state.generation)
+    async with asyncio.TaskGroup() as group:
+        first = await lane.at(LanePosition(lane=0))
+        reads.goes_on.clear()
+        lane.read_ahead(group)
+        await asyncio.wait_for(reads.begun.wait(), 10)
+        assert reads.tasks == [(0, 0), (0, 1)]
+        assert not first.finishes
+        again = await lane.at(first.after)
+        assert len(again.records) == 4, "computing does not wait for what is read ahead"
+        lane.read_ahead(group)
+        assert reads.tasks == [(0, 0), (0, 1)], "once"
+        assert [held.task.index for held in lane.held] == [0], "and nothing is to be renewed or given back"
+        assert len(made.master.job.training.pending) == 1
+        lane.drop()  # as when its lanes move, or training ends: nothing is waited for
+
+
+async def test_records_that_cannot_be_read_ahead_are_no_failed_attempt(made):
+    failed = []
+
+    async def reads(work, task):
+        if task.index == 1 and not failed:
+            failed.append(task)
+            raise DatasetError("x.npy is not there yet", hint="wait")
+        return work(task)
+
+    expected = await walk(reader(made), LanePosition(lane=0))
+    found = await follow(made, [portion.before for portion in expected], reads)
+    assert list(map(keys_of, found)) == list(map(keys_of, expected))
+    assert [task.attempt for task in failed] == [0]
+
+
+class Changed:
+    """A master whose tasks change between when they are named and when they are given."""
+
+    def __init__(self, master, **changes) -> None:
+        self._master, self._changes = master, changes
+
+    async def acquire_task(self, ask):
+        answer = await self._master.acquire_task(ask)
+        if ask.index != 1:
+            return answer
+        return answer.with_fields(task=answer.task.with_fields(**self._changes))
+
+
+@pytest.mark.parametrize("changes", [{"alone": True}, {"first": 0}, {"offset": 5}, {"task_id": "5"}])
+async def test_records_read_ahead_are_used_for_the_very_task_that_was_named(made, changes):
+    reads = Reads()
+    source = TaskSource(made.spec, Changed(made.port, **changes), ME, reads)
+    lane = LaneReader(0, source, lambda: made.directory.state.generation)
+    async with asyncio.TaskGroup() as group:
+        await lane.at(LanePosition(lane=0))
+        lane.read_ahead(group)
+        await asyncio.wait_for(reads.begun.wait(), 10)
+        await lane.at(LanePosition(lane=0, index=1))
+        lane.drop()
+    assert reads.tasks == [(0, 0), (0, 1), (0, 1)]

@@ -13,7 +13,8 @@ from trireme.launch.resume import Plan, PreviousRun, Start
 from trireme_shared.protocol.errors import Conflict
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.datasets import TextLines
-from trireme_shared.protocol.records.setting_effects import FIXED, FREE, GROWS, renewed
+from trireme_shared.protocol.records.job_choices import AcceptedChange
+from trireme_shared.protocol.records.setting_effects import ACCEPTED, FIXED, FREE, GROWS, renewed
 
 DOCS = Path(__file__).parents[3] / "docs" / "again.md"
 COMPLETED = {"phase": "COMPLETED", "reason": "trained, evaluated and exported"}
@@ -31,14 +32,17 @@ def plan(before: JobSpec, now: JobSpec, result=None) -> Plan:
 
 
 def test_each_setting_is_in_one_class_and_in_the_table():
-    assert FREE | FIXED.keys() | {GROWS} == set(JobSpec.model_fields)
-    assert not FREE & FIXED.keys()
+    assert FREE | ACCEPTED | FIXED.keys() | {GROWS} == set(JobSpec.model_fields)
+    assert len(FREE) + len(ACCEPTED) + len(FIXED) + 1 == len(JobSpec.model_fields)
     rows = re.findall(
-        r"^\| (.*`.*) \| (yes|it may grow|no: .*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| (.*`.*) \| (yes|it may grow|with `--accept-changes`.*|no: .*) \|$",
+        DOCS.read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     told = {name: verdict.split(":")[0] for names, verdict in rows for name in re.findall(r"`(\w+)`", names)}
     assert {name for name, verdict in told.items() if verdict == "yes"} == FREE
     assert {name for name, verdict in told.items() if verdict == "no"} == FIXED.keys()
+    assert {name for name, verdict in told.items() if verdict.startswith("with")} == ACCEPTED
     assert told[GROWS] == "it may grow"
 
 
@@ -108,3 +112,12 @@ def test_the_spec_in_etcd_gets_what_may_change_and_keeps_members_and_epochs():
     wanted = spec_of(trainers=2, epochs=3, seed=2, keep_checkpoints=4)
     assert renewed(stored, wanted) == stored.model_copy(update={"keep_checkpoints": 4})
     assert renewed(stored, spec_of(epochs=12, seed=1)).epochs == 12
+
+
+def test_hyperparameters_in_etcd_change_only_with_a_change_that_was_accepted():
+    stored, wanted = spec_of(), spec_of(clip_grad_norm=1.0, seed=2)
+    assert renewed(stored, wanted) == stored
+    change = AcceptedChange(number=1, options=0, time="2026-11-30T00:00:00Z", text="clip_grad_norm")
+    accepted = renewed(stored, wanted.with_fields(history=(change,)))
+    assert accepted == stored.with_fields(clip_grad_norm=1.0, history=(change,))
+    assert renewed(accepted, stored) == accepted, "what an earlier run asked for does not undo it"

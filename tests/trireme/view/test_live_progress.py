@@ -79,6 +79,7 @@ async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_an
     [
         "warning",
         "setting_unused",
+        "settings_changed",
         "steps_are_short",
         "records_left_out",
         "best_unknown",

@@ -27,7 +27,7 @@ import torch
 from pydantic import ValidationError
 from xxhash import xxh3_64
 
-from trireme_shared.blocks.buffer_mean import combine_buffers
+from trireme_shared.blocks.buffer_mean import Mean
 from trireme_shared.blocks.buffers import DTYPES, bytes_of, cast_into, round_to, tensor_over
 from trireme_shared.collective.group import Broken, Group
 from trireme_shared.protocol.lanes import Interval, combine
@@ -361,9 +361,14 @@ def mean_over(
 
 
 def mean_of_buffer(
-    block: Block, current: torch.Tensor, nodes: Sequence[ChosenNode], payloads: Mapping[Interval, bytes]
+    block: Block,
+    current: torch.Tensor,
+    nodes: Sequence[ChosenNode],
+    payloads: Mapping[Interval, bytes],
+    mean: Mean,
 ) -> torch.Tensor | None:
-    """Of one block of buffers; None: no lane had data. An empty payload: as it is."""
+    """Of one block of buffers, by `mean` of its kind; None: no lane had data. An empty payload: as it
+    is."""
     found: dict[Interval, Value] = {}
     for node in nodes:
         value = None
@@ -371,7 +376,7 @@ def mean_of_buffer(
             data = payloads[node.lanes]
             value = tensor_over(memoryview(bytearray(data)), block.dtype) if data else current.clone()
         found[node.lanes] = value, node.count
-    return mean_over(found, (0, max(node.lanes[1] for node in nodes)), combine_buffers)[0]
+    return mean_over(found, (0, max(node.lanes[1] for node in nodes)), mean)[0]
 
 
 def pack(bucket: Bucket, payloads: Sequence[memoryview], flat: torch.Tensor) -> None:

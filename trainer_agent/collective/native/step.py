@@ -23,6 +23,7 @@ from trainer_agent.collective.native.reducing import (
     read_told,
 )
 from trainer_agent.collective.server import ShareServer
+from trireme_shared.blocks.buffer_mean import mean_of
 from trireme_shared.blocks.buffers import Buffer
 from trireme_shared.collective.group import Broken
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError
@@ -50,6 +51,7 @@ class StepMaker:
         self._spec = spec
         self.buckets = buckets_of(layout, layout.payloads(spec.gradient_dtype), spec.bucket_bytes)
         self._buffers = buffers_of(layout)
+        self._kinds = [segment.kind for segment in layout.segments]
         self._canonical = spec.reduction == "canonical"
 
     async def made(self, link: Link, given: Given, store: MeanStore, server: ShareServer) -> Made:
@@ -158,7 +160,9 @@ class StepMaker:
         for block in self._buffers:
             arriving.take_buffer(
                 block.number,
-                lambda now, at=block: mean_of_buffer(at, now, nodes, found[at.number]),  # type: ignore[misc]
+                lambda now, at=block: mean_of_buffer(  # type: ignore[misc]
+                    at, now, nodes, found[at.number], mean_of(self._kinds[at.segment])
+                ),
             )
 
 

@@ -12,13 +12,14 @@ MissingGradients    plain PyTorch leaves a parameter without a gradient alone, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
+from trainer_agent.model.buffer_policies import Policy
 from trainer_agent.model.flat import Plan
 from trainer_agent.own_loop.turns import OwnLoop
 from trireme_shared.protocol.errors import UserCodeError
@@ -48,13 +49,17 @@ NO_GRADIENT = (
 
 class UserCode(Protocol):
     """The functions of the user's script; see trainer_agent.script.user_module.UserModule. What they raise
-    arrives as UserCodeError. `loop`: of a script with a loop of its own, whose body is called as `loss`."""
+    arrives as UserCodeError. `loop`: of a script with a loop of its own, whose body is called as `loss`.
+    `buffers`: policies by pattern (see trainer_agent.model.buffer_policies)."""
 
     @property
     def path(self) -> Path: ...
 
     @property
     def loop(self) -> OwnLoop | None: ...
+
+    @property
+    def buffers(self) -> Mapping[str, Policy]: ...
 
     def has(self, hook: str) -> bool: ...
 

@@ -51,7 +51,8 @@ PARAMETER = (
 )
 FROZEN = (
     "changed the parameter {name}, which the optimizer does not hold; trainers do not share such changes: "
-    "make it a floating-point buffer (register_buffer), which they share"
+    "make it a floating-point buffer (register_buffer), which they share; averages of parameters are "
+    "trireme.nn.Ema(module, decay) (docs/buffers.md)"
 )
 RESHAPED = (
     "changed the buffer {name}: it was {before}, and now it is {after}; trainers share the values "
@@ -64,10 +65,10 @@ BUFFER = (
 )
 AVERAGED = (
     "the buffer {name} differs between lanes, and a step takes its mean over the lanes, weighted "
-    "by their records. That is right for running "
-    "means. If it holds rows or values that must stay as they are (a queue, a codebook, a hidden "
-    "state), set lanes=1, keep such values in an "
-    "int64 buffer (the first lane's count), or compute them from parameters"
+    "by their records. If that is right (running means and sums), say so: buffers = "
+    '{{"{name}": "mean"}} in the script, or trireme.prepare(..., buffers=...). If it holds rows or '
+    "values that must stay as they are (a queue, a codebook, a hidden state), let it follow the first "
+    'lane: buffers = {{"{name}": "first"}} (docs/buffers.md)'
 )
 
 
@@ -396,8 +397,8 @@ class AveragedBuffers:
     The mean of two queues, codebooks or hidden states is something else: rows of norm 1 become shorter.
     Values alone do not tell which of the two a buffer is: a running mean near 0 changes as much, relative to
     its size, as the row of a queue. So buffers of torch's normalisation layers, and those that are called
-    like theirs, count as statistics, and all others that differ between lanes are told. With one lane nothing
-    differs.
+    like theirs, count as statistics, and all others that differ between lanes are told, unless the script has
+    said what becomes of them. With one lane nothing differs.
 
     `lane` after each forward pass, `version` when the parameters in use are those of the next step.
     `warnings` are taken by `told`."""
@@ -407,6 +408,7 @@ class AveragedBuffers:
             place
             for place in plan.buffers
             if lanes > 1
+            and place.name not in plan.policies
             and model.get_buffer(place.name).is_floating_point()
             and not _is_statistic(model, place.name)
         ]

@@ -9,7 +9,10 @@ from typing import Annotated
 import typer
 
 from trireme.cli.options import (
+    CLUSTER,
     OF_EXCHANGE,
+    START,
+    WATCH,
     Advertise,
     Assignments,
     Backend,
@@ -53,6 +56,7 @@ from trireme.cli.options import (
     WaitS,
     say_checking,
 )
+from trireme.cli.suggestions import WithSuggestions
 
 _ETCD = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
 _PLACES = ("data_dir", "port", "standbys", "storage", "host", "advertise", *_ETCD)  # of `up`, as of `run`
@@ -99,10 +103,12 @@ pool = typer.Typer(name="pool", no_args_is_help=False)
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (up, down, submit, jobs, job_tasks, pause, resume, cancel, delete):
-        app.command()(command)
-    app.add_typer(schedules)
-    app.add_typer(pool)
+    app.command(cls=WithSuggestions, rich_help_panel=START)(submit)
+    app.command(rich_help_panel=WATCH)(jobs)
+    for command in (up, down, job_tasks, pause, resume, cancel, delete):
+        app.command(rich_help_panel=CLUSTER)(command)
+    app.add_typer(schedules, rich_help_panel=CLUSTER)
+    app.add_typer(pool, rich_help_panel=CLUSTER)
 
 
 def up(

@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from trireme.cli.options import DataDir, Form, Job, Json, Named, Trackers, Url
+from trireme.cli.options import WATCH, DataDir, Form, Job, Json, Named, Trackers, Url
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")]
 
 
 def register(app: typer.Typer) -> None:
-    app.command("logs")(logs)
-    app.command("events")(events)
-    app.command("metrics")(metrics)
-    app.command("list")(list_runs)
-    app.command("tensorboard")(tensorboard)
-    app.command("track")(track)
+    app.command("logs", rich_help_panel=WATCH)(logs)
+    app.command("events", rich_help_panel=WATCH)(events)
+    app.command("metrics", rich_help_panel=WATCH)(metrics)
+    app.command("list", rich_help_panel=WATCH)(list_runs)
+    app.command("tensorboard", rich_help_panel=WATCH)(tensorboard)
+    app.command("track", rich_help_panel=WATCH)(track)
 
 
 def logs(

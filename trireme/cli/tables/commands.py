@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trireme.cli.options import DataDir, Job, Json, Named, Url
+from trireme.cli.options import WATCH, DataDir, Job, Json, Named, Url
 
 table = typer.Typer(
     help="Embedding tables of a job, running or not, as they are in its newest checkpoint; and what one "
@@ -17,7 +17,7 @@ Name = Annotated[str, typer.Argument(help="Name of the table.", metavar="NAME")]
 
 
 def register(app: typer.Typer) -> None:
-    app.add_typer(table, name="table")
+    app.add_typer(table, name="table", rich_help_panel=WATCH)
 
 
 @table.command()

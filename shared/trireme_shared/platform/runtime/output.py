@@ -146,10 +146,11 @@ class Output:
 
 
 class Unfailing:
-    """A text stream whose writes never raise: a log on a full disk must not end what is logged."""
+    """A text stream whose writes never raise: a log on a full disk must not end what is logged. `is_open`:
+    the last write has left its line without an end, as a progress bar does."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self._stream, self.is_open = stream, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -157,6 +158,8 @@ class Unfailing:
     def write(self, text: str) -> int:
         with suppress(OSError):
             self._stream.write(text)
+        if text:
+            self.is_open = not text.endswith("\n")
         return len(text)
 
     def flush(self) -> None:

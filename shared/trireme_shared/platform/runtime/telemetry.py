@@ -19,10 +19,14 @@ from trireme_shared.protocol.urls import without_passwords
 
 
 class _WithoutPasswords(Unfailing):
-    """Of logs: see `without_passwords`. Each write is a whole line."""
+    """Of logs: see `without_passwords`. Each write is a whole line, on a line of its own: one that a script
+    has left open is ended first."""
 
     def write(self, text: str) -> int:
-        super().write(without_passwords(text))
+        begun = [each for each in (sys.stdout, sys.stderr) if isinstance(each, Unfailing) and each.is_open]
+        for stream in begun:
+            stream.is_open = False
+        super().write(("\n" if begun else "") + without_passwords(text))
         return len(text)
 
 
@@ -70,7 +74,7 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
             else structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(stream),
+        logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=max(threshold, logging.WARNING), stream=stream, force=True)
@@ -90,7 +94,7 @@ def only_warnings() -> None:
                 structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
             ],
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-            logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _WithoutPasswords(sys.stderr))),
+            logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _WithoutPasswords(sys.stderr))),
             cache_logger_on_first_use=False,
         )
 

@@ -54,6 +54,8 @@ RestartPolicy = Literal["always", "on_failure", "never"]
 EvaluateEvery = Annotated[int, Field(ge=1, lt=2**63)] | Literal["epoch"]
 
 MAX_MEMBERS = 100_000  # of each kind
+MAX_CHANGES = 32  # that a spec remembers; CHANGES_CHARACTERS of each
+CHANGES_CHARACTERS = 1000
 MAX_TASKS = 8  # of each stage
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 SNAPSHOT_BYTES = 1 << 30
@@ -151,6 +153,22 @@ class JobTask(Record):
     def text(self) -> str:
         """What it runs."""
         return self.command or self.function
+
+
+class AcceptedChange(Record):
+    """What the user changed of a job between two of its runs, and accepted (`--accept-changes`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    #: 1 is the first of the job; older ones may not be kept.
+    number: int = Field(ge=1)
+    #: Number of the newest change up to this one that gave the optimizer or its scheduler other options; 0:
+    #: there was none.
+    options: int = Field(default=0, ge=0)
+    #: When it was accepted, RFC 3339.
+    time: str = Field(max_length=64)
+    #: Each changed setting with the old and the new value, for people.
+    text: str = Field(max_length=CHANGES_CHARACTERS)
 
 
 class StopEarly(Record):

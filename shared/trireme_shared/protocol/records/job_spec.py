@@ -16,12 +16,14 @@ from trireme_shared.protocol.records.datasets import Dataset
 from trireme_shared.protocol.records.job_choices import (
     INITIAL_FILES,
     LANES_ARE_FIXED,
+    MAX_CHANGES,
     MAX_MEMBERS,
     MAX_TASKS,
     MAX_TRACKERS,
     METRIC_NAME,
     RENAMED,
     SNAPSHOT_BYTES,
+    AcceptedChange,
     Backend,
     ChangedFiles,
     Criterion,
@@ -376,12 +378,25 @@ class JobSettings(Record):
 class JobSpec(JobSettings):
     """A job's settings, its name, its script (a path, or `source:<digest>/<file name>`) and where its files
     go; written once. `sources`: SHA-256 of the script and of the modules beside it, by their path below its
-    folder; of scripts that are a path."""
+    folder; of scripts that are a path. `history`: the newest changes that the user has accepted between two
+    runs; settings have the values after them."""
 
     job: JobName
     script: UrlText
     storage: UrlText
     sources: dict[str, str] = Field(default_factory=dict, max_length=256)
+    history: tuple[AcceptedChange, ...] = Field(default=(), max_length=MAX_CHANGES)
+
+    @property
+    def accepted(self) -> int:
+        """Number of the newest change that the user has accepted, 0 if there was none."""
+        return self.history[-1].number if self.history else 0
+
+    @property
+    def options_change(self) -> int:
+        """Number of the newest accepted change of the optimizer's options or its scheduler, 0 if there was
+        none. The scheduler's state of a step made before it is that of another schedule."""
+        return self.history[-1].options if self.history else 0
 
 
 def check_size(spec: JobSpec) -> None:

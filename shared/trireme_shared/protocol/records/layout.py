@@ -47,9 +47,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Segment(Record):
-    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind
-    "buffer"). `parameters`: how many elements each has, in order, if the bits of a step depend on that (see
-    trireme_shared.serving.core.geometry)."""
+    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers. After a step
+    floating-point buffers of kind "buffer" have the mean over the lanes; those of kind "first", and integers,
+    have the value of the first lane with data. `parameters`: how many elements each has, in order, if the
+    bits of a step depend on that (see trireme_shared.serving.core.geometry)."""
 
     kind: str
     dtype: str

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Mapping
 from typing import Self
 
 from pydantic import ConfigDict, Field
 
+from trireme_shared.protocol.errors import TooLarge
+from trireme_shared.protocol.records.metric_states import (
+    MetricState,
+    Parts,
+    Sum,
+    exact_parts,
+    merged,
+    total_of,
+)
 from trireme_shared.protocol.records.record import Record
 
 
@@ -104,7 +112,7 @@ class DiscardedTask(Record):
     index: int
 
 
-Parts = tuple[float, ...]
+MAX_SUMS_BYTES = 200 * 1024
 
 
 class EvaluationSums(Record):
@@ -116,41 +124,63 @@ class EvaluationSums(Record):
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
-    sums: dict[str, float] = Field(default_factory=dict)
+    sums: dict[str, Sum] = Field(default_factory=dict)
     finished: int = 0
     parts: dict[str, Parts] = Field(default_factory=dict)
 
-    def plus(self, sums: Mapping[str, float]) -> Self:
-        """With one more task. Values that are not finite are added as floats."""
-        parts = dict(self.parts)
+    def plus(self, sums: Mapping[str, Sum], task: int) -> Self:
+        """With one more task, of that number. Values that are not finite are added as floats. Raises
+        InvalidArgument."""
+        totals, parts = dict(self.sums), dict(self.parts)
         for name, value in sums.items():
-            parts[name] = exact_parts(parts.get(name) or (self.sums.get(name, 0.0),), value)
-        totals = {name: total_of(values) for name, values in parts.items()}
-        several = {name: values for name, values in parts.items() if len(values) > 1}
-        return self.with_fields(sums={**self.sums, **totals}, parts=several, finished=self.finished + 1)
+            before = totals.get(name, 0.0 if not isinstance(value, MetricState) else None)
+            if isinstance(value, MetricState) or isinstance(before, MetricState):
+                own = value.of_task(task) if isinstance(value, MetricState) else value
+                totals[name] = merged(name, before, own)
+                continue
+            exact = exact_parts(parts.pop(name, ()) or (before or 0.0,), value)
+            totals[name] = total_of(exact)
+            if len(exact) > 1:
+                parts[name] = exact
+        return self.with_fields(sums=totals, parts=parts, finished=self.finished + 1)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The sums without states of metric objects."""
+        return {name: value for name, value in self.sums.items() if not isinstance(value, MetricState)}
+
+    def bounded(self) -> Self:
+        """Itself, if it fits into one value of the job's state. Raises TooLarge, which names the largest."""
+        if (size := len(self.to_bytes())) <= MAX_SUMS_BYTES:
+            return self
+        states = {name: value for name, value in self.sums.items() if isinstance(value, MetricState)}
+        if not states:
+            msg = (
+                f"the evaluation has {len(self.sums)} sums of {size} bytes, at most {MAX_SUMS_BYTES} bytes "
+                "are taken"
+            )
+            raise TooLarge(msg, hint="return the same few names, and short ones, for every minibatch")
+        sizes = {name: len(value.to_bytes()) for name, value in states.items()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        grows = bool(states[largest].tensors)
+        seen = f"after {self.finished} tasks" if self.finished else "in one task"
+        msg = (
+            f"the metric {largest} of the evaluation has {sizes[largest]} bytes {seen}, "
+            f"at most {MAX_SUMS_BYTES} bytes are taken of all metrics and sums ({size} now)"
+        )
+        if grows:
+            msg += f": it keeps values of every record ({', '.join(states[largest].tensors)})"
+        hint = (
+            "use one whose size does not grow with the records: trireme.metrics.AUC, or the metric's own "
+            "thresholds=100; or a smaller evaluation dataset"
+            if grows
+            else "give it fewer classes, bins or thresholds"
+        )
+        raise TooLarge(msg, hint=hint)
 
 
 class ValidationSums(EvaluationSums):
     """Of the evaluation that runs while the job trains."""
-
-
-def exact_parts(parts: Parts, value: float) -> Parts:
-    """Numbers that do not overlap, with the exact sum of `parts` and `value`: as math.fsum does it (Shewchuk,
-    "Adaptive Precision Floating-Point Arithmetic"). A sum that is not finite is one number."""
-    if not math.isfinite(value) or not all(map(math.isfinite, parts)):
-        return (sum(parts, value),)
-    found: list[float] = []
-    for each in parts:
-        large, small = (value, each) if abs(value) >= abs(each) else (each, value)
-        value = large + small
-        if rest := small - (value - large):
-            found.append(rest)
-    return (*found, value) if math.isfinite(value) else (value,)
-
-
-def total_of(parts: Parts) -> float:
-    """Their sum, rounded once."""
-    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
 
 class Deaths(Record):

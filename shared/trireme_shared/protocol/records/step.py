@@ -48,12 +48,14 @@ class LaneZero(Record):
     """State that lane 0 carries for all lanes. `options[g]`: numeric options (lr, betas, …) of optimizer
     group g in this step. `scheduler`: state of the learning-rate scheduler after this step, with the options
     it set. `number`: of the step if nothing else tells it: in asynchronous jobs, where it is the number of a
-    push, or of an epoch with `schedule_per` epoch."""
+    push, or of an epoch with `schedule_per` epoch. `options_change`: that of the
+    spec with which the step was made (JobSpec.options_change)."""
 
     options: tuple[dict[str, Any], ...]
     scheduler: dict[str, Any] = Field(default_factory=dict)
     asked: CheckpointAsked | None = None
     number: int = Field(default=0, ge=0)
+    options_change: int = Field(default=0, ge=0)
 
     def learning_rates(self) -> tuple[float, ...]:
         """Of each of the first MOST_NAMES groups; empty if an optimizer has none."""

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field
 
 from trireme_shared.protocol.metrics import MOST_NAMES, NAME
+from trireme_shared.protocol.records.metric_states import MetricState, Sum
 from trireme_shared.protocol.records.record import Id, Int64, Message, Name, Record, Traceback
 from trireme_shared.protocol.records.step import LanePosition
 
@@ -134,6 +135,11 @@ class TaskAnswer(Record):
     reason: str = ""
     retry_after_s: float = Field(default=0.0, description="Ask again after so many seconds.")
     task: Task | None = Field(default=None, description="The task; null: none.")
+    following: Task | None = Field(
+        default=None,
+        description="The lane's task behind `task`, which nobody is given by this answer (`attempt` 0): its "
+        "records may be read while `task` is computed; null: there is none.",
+    )
     stream_length: int = 0
 
 
@@ -197,7 +203,11 @@ class CompleteTask(Record):
     trainer: str
     attempt: Int64
     records: Int64 = 0
-    sums: dict[str, float] = Field(default_factory=dict, description="Sums of the evaluation, by name.")
+    sums: dict[str, Sum] = Field(
+        default_factory=dict,
+        description="Sums of the evaluation by name, and states of metric objects; of an export and of "
+        "METRICS the metrics, numbers only.",
+    )
     exports: dict[str, str] = Field(default_factory=dict)
     epoch: Int64 | None = None
     timeline: Int64 | None = None
@@ -208,6 +218,11 @@ class CompleteTask(Record):
     )
     best: BestEvaluation | None = None
     next: TakeNext | None = Field(default=None, description="Also take another task; null: do not.")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers in `sums`: those of an export and of METRICS."""
+        return {name: value for name, value in self.sums.items() if not isinstance(value, MetricState)}
 
 
 class Completed(Record):

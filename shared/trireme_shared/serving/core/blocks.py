@@ -27,13 +27,12 @@ the same bits. If gradients are sent in a narrower dtype, every node is rounded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from trireme_shared.blocks.buffer_mean import bits_of, combine_buffers
+from trireme_shared.blocks.buffer_mean import Mean, bits_of, first_lane
 from trireme_shared.blocks.buffers import Buffer, BufferPool, round_to
 from trireme_shared.blocks.gradient_norm import squares_of
 from trireme_shared.protocol.errors import BadFrame
@@ -70,7 +69,7 @@ class Accumulator:
         lanes: int,
         dtype: str,
         elements: int,
-        mean: Callable[..., tuple[Any, int]] = combine,
+        mean: Mean = combine,
         *,
         keeps_root: bool = False,
     ) -> None:
@@ -175,6 +174,10 @@ class Accumulator:
         """One node, of `lanes`, of two. It keeps the memory of the result; the other memory is released."""
         if left.value is None or right.value is None:
             return left if right.value is None else right
+        if self._mean is first_lane:  # the left side stays where it is, also in memory that is lent
+            right.release()
+            left.count += right.count
+            return left
         if left.lent and right.lent:
             if left.count == right.count and left.value.is_floating_point() and self._mean is combine:
                 return self._rounded(self._halved(left, right, lanes))
@@ -234,7 +237,7 @@ class BlockState:
     its way to another parameter server, so it takes no push and goes on answering pulls. `freeze_at`: the
     version that freezes it. `holds`: a whole gradient waits for `settle`. `since`: the version that it was
     initialised or loaded at. `squares`: the sum of the squares of the last whole gradient, if that was held
-    or `measured`."""
+    or `measured`. `mean`: how two nodes of its tree become one."""
 
     def __init__(
         self,
@@ -246,6 +249,7 @@ class BlockState:
         version: int = 0,
         *,
         holds: bool = False,
+        mean: Mean = combine,
     ) -> None:
         self.place = place
         self.version = self.since = version
@@ -257,7 +261,6 @@ class BlockState:
         self.freeze_at: int | None = None
         self._pool = pool
         self._optimizer = optimizer
-        mean = combine_buffers if self.is_buffer else combine
         self.squares: float | None = None
         self._holds = holds
         self.tree = Accumulator(pool, lanes, place.dtype, place.elements, mean, keeps_root=holds)

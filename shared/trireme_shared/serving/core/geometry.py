@@ -19,7 +19,7 @@ from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS
 MAX_BLOCKS = 1 << 20
 MAX_INIT_PARTS = 8 * MAX_BLOCKS  # values, and the state of an optimizer
 MAX_BLOCK_BYTES = 64 << 20
-KINDS = ("param", "buffer")
+KINDS = ("param", "buffer", "first")
 
 
 class Geometry:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from trireme_shared.blocks.buffer_mean import mean_of
 from trireme_shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from trireme_shared.blocks.gradient_norm import Clipping
 from trireme_shared.blocks.snapshot import Snapshot
@@ -188,7 +189,8 @@ class Store:
             )
             optimizer.load(dict(state))
         holds, first = self.clipping.holds, self._first_version
-        block = BlockState(place, values, self.pool, self.lanes, optimizer, first, holds=holds)
+        mean = mean_of(self.layout.segments[place.segment].kind)
+        block = BlockState(place, values, self.pool, self.lanes, optimizer, first, holds=holds, mean=mean)
         self._positions[number] = len(self.blocks)
         self.blocks[number] = block
 

@@ -245,6 +245,43 @@ def test_direct_steps_of_sgd_have_the_bits_of_torch(extra, dtype, foreach):
             ours.load(saved)
 
 
+CHANGED = [
+    ("SGD", {"lr": 0.1}, {"momentum": 0.9, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.0}),
+    ("Adam", {"lr": 0.1}, {"lr": 0.03, "betas": (0.8, 0.95), "weight_decay": 0.1, "eps": 1e-6}),
+    ("AdamW", {"lr": 0.1, "fused": True}, {"weight_decay": 0.0}),
+    ("Adagrad", {"lr": 0.1}, {"lr_decay": 0.1}),
+    ("RMSprop", {"lr": 0.1, "momentum": 0.5}, {"alpha": 0.9, "momentum": 0.9}),
+    ("Adadelta", {"lr": 0.1}, {"rho": 0.5}),
+    ("Adamax", {"lr": 0.1}, {"betas": (0.8, 0.95)}),
+    ("NAdam", {"lr": 0.1}, {"momentum_decay": 0.1}),
+    ("RAdam", {"lr": 0.1}, {"weight_decay": 0.1}),
+    ("Lion", {"lr": 0.1}, {"betas": (0.8, 0.95), "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "changes"), CHANGED)
+def test_options_that_change_between_two_runs_have_the_bits_of_plain_torch(name, options, changes):
+    """A block from a checkpoint, in an optimizer that is made with the new options."""
+    torch.manual_seed(5)
+    values, make = torch.randn(1003), CLASSES[name]
+    parameter = torch.nn.Parameter(values.clone())
+    plain, ours = make([parameter], **options), BlockOptimizer(name, options, values)
+    now = {**options}
+    for step in range(6):
+        if step == 3:
+            saved = {key: tensor.clone() for key, tensor in ours.state().items()}
+            now = {**plain.defaults, **options, **changes}
+            plain.param_groups[0].update(changes)
+            ours = BlockOptimizer(name, {**options, **changes}, values)
+            ours.load(saved)
+        gradient = torch.randn(1003)
+        parameter.grad = gradient.clone()
+        plain.step()
+        ours.step(values, gradient, now)
+        assert torch.equal(values, parameter.detach()), step
+
+
 ADAMS = [
     (name, {**how, **extra})
     for name in ("Adam", "AdamW")

@@ -1,0 +1,145 @@
+"""What reading costs beside computing, in plain PyTorch and here: python -m benchmarks.reading
+[--kinds decodes,waits,python] [--seconds 4] [--set lanes=8] [--markdown]
+
+One model and dataset (scripts/reading.py): computing takes `--seconds` with records in memory, and reading as
+long. One trainer, one torch thread. With one lane the parameters must be plain PyTorch's bits.
+
+    reading      nothing is computed         DataLoader    plain PyTorch, records are read by the loop itself
+    computing    records are in memory                     (0 workers) or by processes beside it
+                                             trireme       from its first record to its last minibatch
+
+    decodes      zlib, which lets go of the interpreter's lock, as decoders of images do
+    waits        both sleep: only the order counts, so a busy machine will do
+    python       pure Python, which keeps the lock: threads do not help
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.scripts import reading
+from benchmarks.scripts.reading import Given
+
+SCRIPT = Path(reading.__file__)
+BATCH = reading.config.global_batch_size or 1
+WORKERS = 0, 2
+TRIED = 20  # how often a record and a minibatch repeat their work while it is measured how long that takes
+LIMIT_S = 300.0
+STRATEGIES = {
+    "trireme, a parameter server": ("--pservers", "1"),
+    "trireme, collective": ("--strategy", "collective"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", default="decodes")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--set", action="append", default=[], help="a setting of the jobs: lanes=8")
+    parser.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for kind in arguments.kinds.split(","):
+        show(kind, measure(kind, arguments.seconds, arguments.set), markdown=arguments.markdown)
+
+
+def measure(kind: str, seconds: float, settings: list[str]) -> dict[str, float]:
+    """Seconds of each row. Raises SystemExit if the parameters of a job with the script's settings are not
+    those of plain PyTorch."""
+    given = reading.GIVEN = calibrated(Given(kind=kind), seconds)
+    batches: list[Mapping[str, torch.Tensor]] = []
+    found = {
+        "reading": seconds_of(lambda: batches.extend(DataLoader(reading.Slow(), batch_size=BATCH))),
+    }
+    found["computing"], expected = train(batches)
+    for workers in WORKERS:
+        loader = DataLoader(reading.Slow(), batch_size=BATCH, num_workers=workers)
+        found[f"DataLoader, {workers} workers"], _ = train(loader)
+    for name, flags in STRATEGIES.items():
+        with tempfile.TemporaryDirectory(prefix="trireme-reading-") as folder:
+            found[name], parameters = job(given, flags, settings, Path(folder))
+        if not settings and any(not torch.equal(expected[key], parameters[key]) for key in expected):
+            raise SystemExit(f"{kind}, {name}: the parameters are not those of plain PyTorch")
+    return found
+
+
+def calibrated(given: Given, seconds: float) -> Given:
+    """`given`, with which reading and computing each take about `seconds`."""
+    steps = math.ceil(given.records / BATCH)
+    if given.kind == "waits":
+        return replace(given, reads=1000 * seconds / given.records, computes=1000 * seconds / steps)
+    for _ in range(2):  # the first time warms up
+        reading.GIVEN = replace(given, reads=TRIED, computes=TRIED)
+        batches: list[Mapping[str, torch.Tensor]] = []
+        loader = DataLoader(reading.Slow(), batch_size=BATCH, sampler=range(4 * BATCH))
+        batch_s = seconds_of(lambda: batches.extend(loader)) / 4  # noqa: B023  it is called here
+        step_s = train(batches)[0] / 4
+    reads, computes = (round(TRIED * seconds / steps / each_s) for each_s in (batch_s, step_s))
+    return replace(given, reads=max(1, reads), computes=max(1, computes))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def train(batches: Iterable[Mapping[str, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
+    """One epoch in plain PyTorch: seconds, parameters."""
+    torch.manual_seed(reading.config.seed or 0)
+    model = reading.model()
+    optimizer = reading.optimizer(model)
+    began = time.monotonic()
+    for batch in batches:
+        optimizer.zero_grad()
+        reading.loss(model, batch).backward()
+        optimizer.step()
+    return time.monotonic() - began, model.state_dict()
+
+
+def job(
+    given: Given, flags: tuple[str, ...], settings: list[str], folder: Path
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """As `train`, from the first record that the trainer reads to its last minibatch."""
+    noted = folder / "noted"
+    environment = {**os.environ, "READING": json.dumps(asdict(replace(given, noted=str(noted))))}
+    command = [sys.executable, "-m", "trireme", "run", str(SCRIPT), "--trainers", "1", *flags, "--no-check"]
+    command += ["--storage", str(folder / "job"), *(f"--set={each}" for each in settings)]
+    ran = subprocess.run(
+        command, env=environment, cwd=folder, timeout=LIMIT_S, capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        raise SystemExit(f"the job failed: {ran.stdout}{ran.stderr}")
+    began, ended = map(float, noted.read_text().split())
+    (exported,) = (folder / "job").rglob("model.pt")
+    return ended - began, torch.load(exported, weights_only=True)
+
+
+def show(kind: str, found: dict[str, float], *, markdown: bool) -> None:
+    longer_s = max(found["reading"], found["computing"])
+    if markdown:
+        print(f"| {kind} | seconds | of the longer of both |\n|---|---|---|")
+    for name, seconds in found.items():
+        if markdown:
+            print(f"| {name} | {seconds:.2f} | {seconds / longer_s:.2f} |")
+        else:
+            print(f"{kind:8} {name:28} {seconds:6.2f} s, {seconds / longer_s:.2f} of the longer of both")
+
+
+if __name__ == "__main__":
+    main()
