@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -37,6 +38,7 @@ from trireme_shared.protocol.records import (
 from trireme_shared.protocol.records.datasets import Dataset, TextLines
 
 TASKS = 10_000_000
+START_S = 60.0
 KEYS = Keys("bench")
 
 
@@ -160,7 +162,9 @@ async def measure(dispatch: Dispatch, trainers: int, requests: int, seconds: flo
                     "TRIREME_ETCD": embedded.url,
                     "TRIREME_LOG_LEVEL": "ERROR",
                 }
-                variables |= {"TRIREME_SPEC": f"{folder}/spec.json", "PATH": "/usr/bin"}
+                # PYTHONPATH too: benchmarks.compare says there which tree is measured
+                clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
+                variables |= {"TRIREME_SPEC": f"{folder}/spec.json"} | clean
                 argv = [sys.executable, "-m", "master_service"]
                 master = await asyncio.create_subprocess_exec(*argv, env=variables)
             argv = [sys.executable, "-m", "benchmarks.masterless", dispatch, embedded.url, folder]
@@ -170,10 +174,14 @@ async def measure(dispatch: Dispatch, trainers: int, requests: int, seconds: flo
                 )
                 for n in range(trainers)
             ]
-            said = [json.loads((await each.communicate())[0].splitlines()[-1]) for each in children]
-            if master is not None:
-                master.terminate()
-                await master.wait()
+            try:
+                async with asyncio.timeout(START_S + seconds):
+                    said = [json.loads((await each.communicate())[0].splitlines()[-1]) for each in children]
+            finally:  # a master that cannot begin lets trainers wait
+                for each in [*children, *([master] if master is not None else [])]:
+                    if each.returncode is None:
+                        each.terminate()
+                        await each.wait()
             await etcd.close()
     pairs, losses, commits = (sum(each[key] for each in said) for key in ("pairs", "losses", "commits"))
     return {

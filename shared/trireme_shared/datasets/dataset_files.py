@@ -168,7 +168,9 @@ def stamp_of(url: str) -> str:
 
 
 def joined_stamps(stamps: list[str]) -> str:
-    """One stamp of files that are read together."""
+    """One stamp of files that are read together; of one file its own."""
+    if len(stamps) == 1:
+        return stamps[0]
     return f"{len(stamps)} files {hashlib.blake2b(' | '.join(stamps).encode(), digest_size=16).hexdigest()}"
 
 
@@ -193,7 +195,7 @@ class CountedFiles:
         if seen == (stamp, state) and (all(state) or now - at < LOOK_S):
             return None
         stamps = list(map(stamp_of, together))
-        found = stamps[0] if len(stamps) == 1 else joined_stamps(stamps)
+        found = joined_stamps(stamps)
         if not all(stamps):
             return None  # it is gone: its reader says so
         if found != stamp:

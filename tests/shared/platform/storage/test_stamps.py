@@ -127,13 +127,14 @@ def test_a_file_is_read_again_only_after_it_changed(tmp_path):
     assert files.difference(counted.path, counted.stamp) is None  # its reader says that it is gone
 
 
-def test_arrays_that_are_read_together_are_stamped_together(tmp_path):
-    for name in "xy":
+@pytest.mark.parametrize("names", ["x", "xy"])
+def test_arrays_that_are_read_together_are_stamped_together(tmp_path, names):
+    for name in names:
         np.save(tmp_path / f"{name}.npy", np.zeros((4, 2)))
-    dataset = Npy(str(tmp_path / "x.npy"), str(tmp_path / "y.npy"), aligned=True)
+    dataset = Npy(*(str(tmp_path / f"{name}.npy") for name in names), aligned=True)
     (counted,) = count_records(dataset, 10).files
     assert CountedFiles(dataset).difference(counted.path, counted.stamp) is None
-    np.save(tmp_path / "y.npy", np.ones((4, 2)))
+    np.save(tmp_path / f"{names[-1]}.npy", np.ones((4, 2)))
     assert CountedFiles(dataset).difference(counted.path, counted.stamp) is not None
 
 
