@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -220,8 +219,8 @@ class Steps:
             item = PushBlock.model_construct(block=block, lanes=(0, 1), count=len(self._records))
             outbox.add(item, self._compute.contribution((0, 1), block))
 
-        async with asyncio.TaskGroup() as group, aclosing(outbox.stream()) as blocks:
-            pushing = group.create_task(self._port.push(header, blocks))
+        async with asyncio.TaskGroup() as group:
+            pushing = group.create_task(self._port.push(header, outbox.stream()))
             pulling = group.create_task(
                 self._port.pull(wanted, lambda item: self._compute.staging(item.block))
             )

@@ -1,7 +1,8 @@
 """Processes that the scripts of members have started, and that would outlive the members.
 
-    a member ends ─► it is a zombie, so its number and that of its group are nobody else's
-        ─► SIGTERM to what is left of its group ─► SIGKILL after LEAVE_S ─► the member is waited for
+    a member ends ─► it is waited for ─► nobody is in its group any more: that is all
+        ─► else the number is nobody else's as long as the group has a process
+        ─► SIGTERM to what is left of it ─► SIGKILL after LEAVE_S ─► its end is told
     a launcher is killed ─► its members die with it ─► their fork server does the same to its session, which
         has the groups of all members that it has forked
 
@@ -28,7 +29,14 @@ _STATE, _PARENT, _GROUP, _SESSION = range(4)  # fields 3 to 6 of proc_pid_stat(5
 
 
 def left_of_group(leader: int) -> list[int]:
-    """Living processes of the group beside the one that leads it."""
+    """Living processes of the group of a process that has ended and was waited for. All processes of the
+    machine are looked at only if there is one: of thousands that takes a tenth of a second."""
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return []
+    except PermissionError:
+        pass
     return [pid for pid, fields in _processes() if int(fields[_GROUP]) == leader and pid != leader]
 
 
@@ -38,7 +46,7 @@ def left_of_session(leader: int) -> list[int]:
 
 
 def signal_group(leader: int, number: signal.Signals) -> None:
-    """Call it while `leader` was not waited for: its number may be another process's afterwards."""
+    """Call it if the group has a process: without one its number may be another's."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 

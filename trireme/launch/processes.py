@@ -140,6 +140,7 @@ class Forked:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._code: int | None = None  # of the process, which was waited for; its group may go on
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._descriptor = os.pidfd_open(pid)
@@ -150,12 +151,15 @@ class Forked:
         return f"<{type(self).__name__} {self.pid}: {state}>"
 
     def _end(self) -> None:
-        """It is a zombie now."""
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)
-        self._end_group(signal.SIGTERM, signal.SIGKILL)
+        try:
+            self._code = self._reap()
+        except ChildProcessError:  # other code in this process has waited for it
+            self._code = UNKNOWN_CODE
+        self._end_group(self._code, signal.SIGTERM, signal.SIGKILL)
 
-    def _end_group(self, *signals: signal.Signals, limit: float = 0.0) -> None:
+    def _end_group(self, code: int, *signals: signal.Signals, limit: float = 0.0) -> None:
         """Send the first of these signals to what is left, and the next one after LEAVE_S; then tell the
         end."""
         if leftovers.left_of_group(self.pid):
@@ -164,18 +168,12 @@ class Forked:
                 leftovers.signal_group(self.pid, signals[0])
                 signals, limit = signals[1:], now + leftovers.LEAVE_S
             if now < limit:
-                look = partial(self._end_group, *signals, limit=limit)
+                look = partial(self._end_group, code, *signals, limit=limit)
                 self._loop.call_later(leftovers.LOOK_S, look)
                 return
             log.warning("left_running", leader=self.pid, processes=leftovers.left_of_group(self.pid))
-        self._wait()
-
-    def _wait(self) -> None:
-        try:
-            self.returncode = self._reap()
-        except ChildProcessError:  # other code in this process has waited for it
-            self.returncode = UNKNOWN_CODE
-        self._ended.set_result(self.returncode)
+        self.returncode = code
+        self._ended.set_result(code)
 
     def _reap(self) -> int:
         """Raises ChildProcessError."""
@@ -185,7 +183,7 @@ class Forked:
         return await asyncio.shield(self._ended)
 
     def send_signal(self, signal: int, /) -> None:
-        if self.returncode is None:  # it was not waited for yet, so no other process can have its pid
+        if self._code is None:  # it was not waited for yet, so no other process can have its pid
             os.kill(self.pid, signal)
 
 
