@@ -4,8 +4,9 @@
 A real etcd that syncs every write and a real leader of a cluster, each a process; the places are simulated in
 `--processes` others (benchmarks/simulated_places.py). Every job has one parameter server and an equal part of
 the other places as trainers; some more trainers would be of use to each. Dashboards and viewers are in this
-process: a dashboard asks for jobs, pool and members every 2 s, each at a time of its own, and holds the stream
-of the cluster's events, a viewer holds the stream of one job's; every second one of a job that has ended. Once all jobs train, for
+process: a dashboard asks for jobs, pool and members every 2 s, each at a time of its own, and holds the
+stream of the cluster's events, a viewer holds the stream of one job's; every second one of a job that has
+ended. Once all jobs train, for
 `--seconds`:
 
     late         by how much the leader's loop wakes too late (it sleeps for 2 ms at a time)

@@ -2,7 +2,8 @@
 
 what a deleted job leaves refers to itself in circles, 50 KiB each; all else goes without a collection
     ─► once ENDED jobs have ended, `after_schedule` collects: no place waits then
-a thousand jobs that wait hold 60,000 objects which come and go ─► by themselves collections are rare: THRESHOLDS
+a thousand jobs that wait hold 60,000 objects which come and go
+    ─► by themselves collections are rare: THRESHOLDS
 a thousand jobs are led ─► a look at all their objects takes a second, in which nobody gets an answer
     ─► who survives a long one is set aside, and the next ones look only at what came since
     ─► after ALL_S all are looked at again

@@ -1,5 +1,5 @@
-"""What survives a long collection is set aside, and looked at again later; what jobs leave is collected after a
-schedule."""
+"""What survives a long collection is set aside, and looked at again later; what jobs leave is collected
+after a schedule."""
 
 from __future__ import annotations
 

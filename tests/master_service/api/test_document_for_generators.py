@@ -60,7 +60,9 @@ def test_states_in_answers_may_get_new_values():
     """Python's and Go's clients refuse a whole answer for a value that an enum does not list."""
     closed = {name for name, schema in SCHEMAS.items() if "enum" in schema}
     chosen, reported = {"Dispatch", "JobStrategy", "Mode", "Strategy"}, {"Reduction"}
-    assert closed == chosen | reported, "what users choose, and what a trainer's report says: no state of ours"
+    assert closed == chosen | reported, (
+        "what users choose, and what a trainer's report says: no state of ours"
+    )
     found = {
         f"{name}.{each}": value
         for name, schema in SCHEMAS.items()
