@@ -54,6 +54,7 @@ from trireme.cli.options import (
     Trackers,
     Url,
     WaitS,
+    of_job,
     say_checking,
 )
 from trireme.cli.suggestions import WithSuggestions
@@ -273,7 +274,11 @@ def submit(
     ] = False,
     after: Annotated[
         list[str] | None,
-        typer.Option(help="Start when that job is COMPLETED; may be given several times.", metavar="JOB"),
+        typer.Option(
+            help="Start when that job is COMPLETED; may be given several times.",
+            metavar="JOB",
+            parser=of_job,
+        ),
     ] = None,
     not_before: Annotated[
         str | None,
@@ -467,7 +472,7 @@ def _schedules(
 
 @schedules.command("delete")
 def _delete_schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, typer.Argument(metavar="NAME", parser=of_job)],
     data_dir: DataDir = None,
     url: Url = None,
     as_json: Json = False,
