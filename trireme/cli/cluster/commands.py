@@ -398,14 +398,18 @@ def jobs(
         str | None,
         typer.Option(help="Only these.", metavar="queued|active|paused|completed|failed|cancelled"),
     ] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Whole lines, wider than the terminal.")] = False,
     data_dir: DataDir = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """The jobs of a cluster, in the order of their submission."""
+    """The jobs of a cluster, in the order of their submission.
+
+    A terminal gets what fits. Pipes get whole lines.
+    """
     from trireme.cli.cluster.jobs import list_jobs  # noqa: PLC0415
 
-    raise typer.Exit(list_jobs(state, data_dir, url, as_json=as_json))
+    raise typer.Exit(list_jobs(state, data_dir, url, as_json=as_json, wide=wide))
 
 
 def job_tasks(
