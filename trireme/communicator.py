@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import operator
 import os
-import re
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -42,7 +41,7 @@ from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.keys import Keys
-from trireme_shared.protocol.records.job_choices import JOB_NAME, not_reserved
+from trireme_shared.protocol.records.job_choices import name_problem, not_reserved
 
 WAIT_S = 30.0  # for all members to begin an operation; then the group is built anew, until timeout_s is over
 MANIFEST_BYTES = 8 << 20  # of what a member called, tensor by tensor: told only if the members differ
@@ -361,11 +360,9 @@ def as_float(value: Any) -> float | None:
 def job_of(job: Any) -> str:
     """Raises InvalidArgument."""
     name = os.environ.get("TRIREME_JOB", "") if job is None or job == "" else job
-    if not isinstance(name, str) or not re.fullmatch(JOB_NAME, name):
-        raise InvalidArgument(
-            f"the job is {name!r}; give a name of lower-case letters, digits and hyphens, at most 63, as "
-            "job= or TRIREME_JOB"
-        )
+    if not isinstance(name, str) or (problem := name_problem(name)):
+        told = problem if isinstance(name, str) else "a job's name is a text"
+        raise InvalidArgument(f"the job is {name!r}: {told}; give it as job= or TRIREME_JOB")
     try:
         return not_reserved(name)
     except ValueError as error:

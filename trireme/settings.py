@@ -16,12 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from trireme.config import Config
-from trireme.validation import AUTO, allowed_name, field_problems, problems_of, without_auto
+from trireme.validation import AUTO, field_problems, problems_of, without_auto
 from trireme_shared.platform.runtime.variables import without_service_links
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Strategy
-from trireme_shared.protocol.records.job_choices import RENAMED
+from trireme_shared.protocol.records.job_choices import RENAMED, allowed_name
 from trireme_shared.protocol.records.job_spec import check_size
 
 SETTINGS = tuple(field.name for field in fields(Config))

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from trireme_shared.platform.runtime.telemetry import hidden
 from trireme_shared.protocol.records import JobSpec, Strategy
+from trireme_shared.protocol.records.job_choices import allowed_name
 from trireme_shared.protocol.records.job_spec import OF_NATIVE
 
 AUTO = "auto"
@@ -33,15 +34,6 @@ _SYNCHRONOUS = (
     "plateau_metric",
     "drop_last",
 )
-
-
-_NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
-
-
-def allowed_name(name: str) -> str:
-    """The nearest name that a job can have: `My_Model` -> `my-model`. `name` itself if nothing of it can
-    stay."""
-    return _NOT_IN_NAMES.sub("-", name.lower()).strip("-")[:63].rstrip("-") or name
 
 
 def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> Jo
         losses=job.losses,
         result=state.result,
         settings=spec,
+        history=spec.history,
         sources=spec.sources,
     )
 
@@ -88,6 +89,7 @@ def summary(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -
         stalled=stalled,
         mode=spec.mode,
         progress=progress(job, metrics, stalled=bool(stalled)),
+        metrics=job.newest_metrics,
         members=MemberCounts(
             trainers=len(job.members.trainers),
             trainers_desired=spec.trainers,
@@ -112,7 +114,7 @@ def standing(job: Job) -> tuple[Phase, str]:
 
 def progress(job: Job, metrics: Metrics, *, stalled: bool = False) -> JobProgress:
     training, spec = job.training, job.spec
-    records_done, records_total = job.records_done, spec.epochs * training.streams.records
+    records_done, records_total = job.records_done, job.records_total
     rate = metrics.rate(clock.monotonic()) if job.state.stage is Stage.TRAIN and not stalled else 0.0
     left = records_total - records_done
     last = next(reversed(metrics.epochs.values()), None)

@@ -16,6 +16,7 @@ again, and a job that cannot be led MOST_FAILURES times in a row is FAILED, with
 from __future__ import annotations
 
 import asyncio
+import math
 import operator
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -54,7 +55,7 @@ from trireme_shared.protocol.errors import (
 )
 from trireme_shared.protocol.keys import ClusterKeys
 from trireme_shared.protocol.records import JobSpec, Phase, Stage
-from trireme_shared.protocol.records.cluster import ClusterJob, PoolMember, Standing
+from trireme_shared.protocol.records.cluster import ClusterJob, Outcome, PoolMember, Standing
 from trireme_shared.protocol.records.operations import saves_on_demand
 from trireme_shared.protocol.times import rfc3339
 
@@ -71,7 +72,7 @@ MOST_FAILURES = 8
 log = telemetry.logger("cluster")
 
 MakeMaster = Callable[[ClusterJob], Master]
-Finish = Callable[[str, Standing, str], Awaitable[None]]
+Finish = Callable[[str, Standing, str, Outcome | None], Awaitable[None]]
 
 
 class ClusterTerm:
@@ -317,23 +318,23 @@ class ClusterTerm:
             f"its leader failed at it {failures.count} times in a row, the last time with {cause}; resume "
             "the job to try again"
         )
-        await self._finish(name, Standing.FAILED, reason)
+        await self._finish(name, Standing.FAILED, reason, None)
 
-    async def _finish(self, name: str, standing: Standing, reason: str) -> None:
+    async def _finish(self, name: str, standing: Standing, reason: str, outcome: Outcome | None) -> None:
         stamp = rfc3339(clock.wall_time())  # retention counts from it
         if standing is Standing.UNREADABLE:
             self.writer.tell([unreadable_event(self.state.set_aside(name, reason))])
         else:
             await self.writer.decide(
-                lambda state, _: finish(state, name, standing, reason, stamp), LAST_BYTES
+                lambda state, _: finish(state, name, standing, reason, stamp, outcome), LAST_BYTES
             )
         self._changed.set()
 
 
 class JobTerm:
-    """`finish(job, standing, reason)` writes where the job is now. `on_resize()`: the job has other numbers
-    of members, or other parameter servers. `on_members()`: other members, or they say something else. Run
-    `run`."""
+    """`finish(job, standing, reason, outcome)` writes where the job is now, and how far it was.
+    `on_resize()`: the job has other numbers of members, or other parameter servers. `on_members()`: other
+    members, or they say something else. Run `run`."""
 
     def __init__(
         self,
@@ -375,9 +376,10 @@ class JobTerm:
             if not ending.done():
                 leading.result()
             standing, reason = await ending
+            outcome = self._outcome()
             ended = standing in (Standing.COMPLETED, Standing.FAILED)
             if ended:
-                await self._finish(self.job, standing, reason)
+                await self._finish(self.job, standing, reason, outcome)
                 await self._until_members_left()
         finally:
             term, self._left = self.master.current_term, True
@@ -387,7 +389,23 @@ class JobTerm:
         if term is not None:
             await self._release(term.number)
         if not ended:
-            await self._finish(self.job, standing, reason)
+            await self._finish(self.job, standing, reason, outcome)
+
+    def _outcome(self) -> Outcome | None:
+        """How far the job is now; None: nobody leads it."""
+        term = self.master.current_term
+        if term is None:
+            return None
+        job, metrics = term.job, self.master.metrics
+        loss = last.loss if (last := next(reversed(metrics.epochs.values()), None)) else None
+        return Outcome(
+            epoch=job.training.current,
+            step=metrics.step,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            records_done=job.records_done,
+            records_total=job.records_total,
+            metrics=job.newest_metrics,
+        )
 
     # ---------------------------------------------------------------- leading
 

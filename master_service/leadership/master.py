@@ -80,6 +80,7 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.assignments import GivenNumbers, SlotMap
 from trireme_shared.protocol.records.datasets import Dataset
+from trireme_shared.protocol.records.job_choices import name_problem
 from trireme_shared.protocol.records.operations import Operation
 
 log = telemetry.logger("master")
@@ -259,7 +260,7 @@ class Master(TaskService, Leads[Term]):
         """Itself. Raises NotFound for another job."""
         if job not in (None, self.keys.job):
             msg = f"there is no job {job} here: this master leads job {self.keys.job} only"
-            raise NotFound(msg)
+            raise NotFound(msg, hint=name_problem(job or ""))
         return self
 
     def masters(self) -> tuple[Master]:

@@ -118,6 +118,9 @@ def test_accepted_changes_give_the_bits_of_plain_pytorch_that_changes_its_option
     trained = torch.load(result["exports"]["state_dict"], weights_only=True)
     assert (result["records"], alone.steps) == (4 * RECORDS, 12 + 6)
     assert same_bits(trained, alone.model.state_dict())
+    (accepted,) = result["history"]
+    assert (accepted["number"], accepted["options"], accepted["text"]) == (1, 1, CHANGES)
+    assert json.loads(trireme.run("status", "--json").out)["history"] == [accepted]
     events = [json.loads(line) for line in trireme.run("events", "--json").out.splitlines()]
     (told,) = [event for event in events if event["name"] == "settings_changed"]
     assert (told["fields"]["step"], told["fields"]["changes"]) == (12, CHANGES)

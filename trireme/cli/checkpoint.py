@@ -20,7 +20,6 @@ from trireme.cli.queries import stdout_console
 from trireme.cli.targets import Target, cluster_of, job_target
 from trireme.launch import resume, run_folder
 from trireme.launch.run_folder import DATA_DIR
-from trireme.validation import allowed_name
 from trireme.view.job_address import AnyClient, OpenJob, call_any_master, open_job, wait_for_operation
 from trireme.view.progress import say
 from trireme_shared.checkpoints import stored
@@ -30,6 +29,7 @@ from trireme_shared.protocol.errors import CheckpointUnusable, NotFound, PeerErr
 from trireme_shared.protocol.evaluations import evaluation_of
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest, PartLink
+from trireme_shared.protocol.records.job_choices import allowed_name
 from trireme_shared.protocol.records.operations import Operation
 from trireme_shared.protocol.urls import HIDDEN, without_passwords
 

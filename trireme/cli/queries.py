@@ -111,6 +111,8 @@ async def show_status(client: AnyClient, name: str, console: Console | None) -> 
         if (result := job["result"])["discarded_tasks"]:
             told = f"{result['discarded_tasks']} tasks, {result['discarded_records']:,} records"
             console.print(f"discarded  {told}")
+        for change in job["history"] or ():
+            console.print(f"changed at {change['time']}: {change['text']}", markup=False)
         if job.get("failure"):
             console.print("\n".join(failure_lines(UserFailure.model_validate(job["failure"]))), markup=False)
     return job

@@ -43,7 +43,7 @@ from trireme.settings import (
     origins_of,
     outside_script,
 )
-from trireme.validation import AUTO, allowed_name, without_auto
+from trireme.validation import AUTO, without_auto
 from trireme.view.child_events import restarts_in
 from trireme.view.live_progress import ProgressReporter, ScriptOutput
 from trireme.view.progress import Display, display
@@ -60,6 +60,7 @@ from trireme_shared.platform.storage.object_store import REQUEST_S, endpoint, is
 from trireme_shared.protocol.errors import PeerError, TriremeError, Unauthorized
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailureCause, JobSpec, JobState, Phase, Strategy
+from trireme_shared.protocol.records.job_choices import allowed_name
 from trireme_shared.protocol.urls import without_passwords
 
 REQUEST_TIMEOUT_S = 5.0

@@ -22,7 +22,7 @@ from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import CheckpointUnusable, InvalidArgument, NotFound
 from trireme_shared.protocol.records import JobSpec
 from trireme_shared.protocol.records.checkpoints import CheckpointRef
-from trireme_shared.protocol.records.job_choices import INITIAL_FILES, TRAINING_FILE
+from trireme_shared.protocol.records.job_choices import INITIAL_FILES, TRAINING_FILE, allowed_name
 
 EXPORT_S = 600.0
 
@@ -47,7 +47,8 @@ def _names_job(text: str) -> bool:
 
 
 def _file_of(text: str, data_dir: Path | None, url: str | None, *, optimizer: bool) -> str:
-    job, at, which = text.partition("@")
+    name, at, which = text.partition("@")
+    job = allowed_name(name)
     try:
         spec = spec_of(job, data_dir, url)
     except NotFound as error:

@@ -8,7 +8,6 @@ started last
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from trireme.pool import cluster_folder
 from trireme.view.job_address import address_of
 from trireme_shared.platform.security.tokens import admin_token
 from trireme_shared.protocol.errors import Conflict, InvalidArgument, NotFound, PeerError
-from trireme_shared.protocol.records.job_choices import JOB_NAME
+from trireme_shared.protocol.records.job_choices import name_problem
 
 OPTIONS = "--data-dir or --url"
 
@@ -75,10 +74,8 @@ def local_run(job: str | None, data_dir: Path | None, url: str | None) -> Path |
 
 def checked_name(job: str) -> str:
     """Raises InvalidArgument: no job can have this name."""
-    if not re.match(JOB_NAME, job):
-        hint = (
-            "a job's name has lower-case letters, digits and hyphens; `trireme jobs` lists those of a cluster"
-        )
+    if problem := name_problem(job):
+        hint = f"{problem}; `trireme jobs` lists those of a cluster"
         raise InvalidArgument(f"{job[:80]!r} is no name of a job", hint=hint)
     return job
 

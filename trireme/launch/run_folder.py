@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.settings import UsageError
-from trireme.validation import allowed_name
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.security import private_files
 from trireme_shared.platform.security.access import family_of
 from trireme_shared.platform.security.private_files import SocketFolder, sweep_socket_folders
 from trireme_shared.protocol.errors import NotFound, TriremeError
+from trireme_shared.protocol.records.job_choices import allowed_name
 
 if TYPE_CHECKING:
     from trireme_shared.platform.etcd.embedded import EmbeddedEtcd

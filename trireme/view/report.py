@@ -70,6 +70,7 @@ def result_document(
         "restarts": dict(counts.restarts),
         "exports": result.exports,
         "best": result.best.model_dump() if result.best else None,
+        "history": [change.model_dump() for change in spec.history],
         "stopped_step": result.stopped_step,
         "failure": state.failure.model_dump() if state.failure else None,
         "logs": str(folder / "logs"),

@@ -42,6 +42,7 @@ from trireme_shared.protocol.records import (
 from trireme_shared.protocol.records.cluster import Scheduling, Source, TaskState
 from trireme_shared.protocol.records.datasets import Parquet
 from trireme_shared.protocol.records.job import Losses
+from trireme_shared.protocol.records.job_choices import AcceptedChange
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.operations import (
     MovedBytes,
@@ -314,6 +315,7 @@ def _about_a_job() -> Iterator[BaseModel]:
         scheduling=Scheduling(min_trainers=2, priority=70),
         starts=1,
         settings=_settings(),
+        history=(AcceptedChange(number=1, options=1, time=_BEGIN, text="optimizer lr 0.1 -> 0.05"),),
         script=f"source:{_DIGEST}/digits.py",
         storage="s3://bucket/runs/digits",
         source_digest=_DIGEST,
@@ -322,7 +324,9 @@ def _about_a_job() -> Iterator[BaseModel]:
         version=_VERSION,
     )
     yield job
-    listed = job.with_fields(stage=None, generation=None, losses=None, result=None, settings=None)
+    listed = job.with_fields(
+        stage=None, generation=None, losses=None, result=None, settings=None, history=None
+    )
     yield of_job.JobPage(jobs=(listed,))
     yield Explanation(
         job="digits",

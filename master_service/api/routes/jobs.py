@@ -39,7 +39,14 @@ from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.explanations import Explanation
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
-from trireme_shared.protocol.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
+from trireme_shared.protocol.records.cluster import (
+    ClusterJob,
+    JobSchedule,
+    Kind,
+    Outcome,
+    PoolMember,
+    Standing,
+)
 from trireme_shared.protocol.records.job_choices import JobTask
 from trireme_shared.protocol.records.job_spec import JobSettings, check_size
 from trireme_shared.protocol.records.operations import Operation
@@ -401,6 +408,7 @@ def resting_view(
 ) -> JobView:
     """Of a job that nobody leads now. `left`: as its last term left it; None: for a list."""
     spec, active = found.spec, found.standing is Standing.ACTIVE
+    known = found.outcome or Outcome()
     phase = left.phase if left is not None else Phase.WAITING
     view = JobView(
         job=found.job,
@@ -408,7 +416,15 @@ def resting_view(
         phase=str(phase if active else found.standing),
         reason=found.reason or (left.reason if left else ""),
         mode=spec.mode,
-        progress=JobProgress(epoch=0, epochs=spec.epochs, records_done=0, records_total=0),
+        progress=JobProgress(
+            epoch=known.epoch,
+            epochs=spec.epochs,
+            step=known.step,
+            loss=known.loss,
+            records_done=known.records_done,
+            records_total=known.records_total,
+        ),
+        metrics=known.metrics,
         members=_places_of(state, found) if active else _wanted_by(found),
         master=leader,
         script=spec.script,
@@ -416,16 +432,20 @@ def resting_view(
     )
     if left is not None:
         trained = left.result.trained_records
-        # of a job that is not COMPLETED the dataset is not known here
-        total = trained if left.phase is Phase.COMPLETED else 0
+        progress = view.progress
+        if left.phase is Phase.COMPLETED:
+            progress = progress.with_fields(records_done=trained, records_total=trained)
+        elif found.outcome is None:  # a version before this one led it
+            progress = progress.with_fields(records_done=trained)
         view = view.with_fields(
             stage=left.stage,
             generation=left.generation,
             failure=left.failure,
             losses=left.result.losses,
-            progress=view.progress.with_fields(records_done=trained, records_total=total),
+            progress=progress,
             result=left.result,
             settings=spec,
+            history=spec.history,
             sources=spec.sources,
         )
     return of_cluster(view, found)

@@ -38,6 +38,7 @@ from trireme_shared.protocol.errors import Conflict, InvalidArgument
 from trireme_shared.protocol.records.cluster import (
     ClusterJob,
     Drain,
+    Outcome,
     Scheduling,
     Source,
     Standing,
@@ -366,10 +367,16 @@ def _change(job: ClusterJob, event: str, message: str = "") -> ClusterDecision[C
 
 
 def finish(
-    state: ClusterState, name: str, standing: Standing, reason: str, stamp: str
+    state: ClusterState,
+    name: str,
+    standing: Standing,
+    reason: str,
+    stamp: str,
+    outcome: Outcome | None = None,
 ) -> ClusterDecision[None]:
-    """Done, failed, or left as its users or the schedule wanted. `standing`: where it is now. Nothing changes
-    if the job is not ACTIVE any more: another term has done it."""
+    """Done, failed, or left as its users or the schedule wanted. `standing`: where it is now. `outcome`: how
+    far it was; None: as far as before. Nothing changes if the job is not ACTIVE any more: another term has
+    done it."""
     job = state.jobs.get(name)
     if job is None or job.standing is not Standing.ACTIVE:
         return Decision(None)
@@ -378,7 +385,13 @@ def finish(
     ):  # asked for while it stopped
         standing, reason = STOPPED[job.wanted], f"asked to {job.wanted} while it stopped"
     ended = stamp if standing.final else ""
-    left = job.with_fields(standing=standing, reason=reason, end_time=ended, preempted_by="")
+    left = job.with_fields(
+        standing=standing,
+        reason=reason,
+        end_time=ended,
+        preempted_by="",
+        outcome=job.outcome if outcome is None else outcome,
+    )
     fields: Fields = {"job": name, "epoch": job.epoch}
     event = Event(EVENTS[standing], f"job {name} is {standing}: {reason}", fields)
     return Decision(None, (PutJob(left), *job_operations.stopped(state, left, stamp)), (event,))

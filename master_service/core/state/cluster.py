@@ -26,6 +26,7 @@ from trireme_shared.protocol.records.cluster import (
     TaskRun,
     TaskState,
 )
+from trireme_shared.protocol.records.job_choices import name_problem
 from trireme_shared.protocol.records.operations import KeptAnswer, Operation
 
 A = TypeVar("A")
@@ -178,7 +179,10 @@ class ClusterState:
         """Raises NotFound."""
         found = self.jobs.get(name)
         if found is None:
-            raise NotFound(f"there is no job {name} in this cluster", hint="`trireme jobs` lists them")
+            raise NotFound(
+                f"there is no job {name} in this cluster",
+                hint=name_problem(name) or "`trireme jobs` lists them",
+            )
         return found
 
     @property

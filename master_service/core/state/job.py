@@ -7,6 +7,7 @@ long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -167,6 +168,7 @@ BESIDE = (TaskKind.VALIDATE, TaskKind.METRICS)
 KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage.EXPORT: TaskKind.EXPORT}
 
 KEPT_OPERATIONS = 50  # of those that ended
+LISTED_METRICS = 4  # of a job in a list of jobs
 
 LEFT_KEPT = 4096  # names; those that left earlier are no news any more
 
@@ -364,6 +366,20 @@ class Job:
             for task_id, held in queue.pending.items()
         )
         return self._done(per_epoch, open_records)
+
+    @property
+    def records_total(self) -> int:
+        """Over all epochs."""
+        return self.spec.epochs * self.training.streams.records
+
+    @property
+    def newest_metrics(self) -> dict[str, float]:
+        """Of the evaluation after training, else of the last one while training that has a result; as many as
+        lists show."""
+        metrics = self.state.result.metrics or next(
+            (each.metrics for each in reversed(self.evaluation.recent) if each.metrics), {}
+        )
+        return dict([item for item in metrics.items() if math.isfinite(item[1])][:LISTED_METRICS])
 
     def _done(self, per_epoch: int, begun: int) -> int:
         """Of records, or minibatches, `per_epoch` of which are in an epoch: in tasks that are over, about,

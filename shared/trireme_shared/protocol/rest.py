@@ -12,7 +12,7 @@ from trireme_shared.protocol.events import EventRecord
 from trireme_shared.protocol.records import JobResult, Mode, Record, Stage, TaskKind, UserFailure
 from trireme_shared.protocol.records.cluster import Scheduling
 from trireme_shared.protocol.records.job import Losses
-from trireme_shared.protocol.records.job_choices import MAX_MEMBERS
+from trireme_shared.protocol.records.job_choices import MAX_MEMBERS, AcceptedChange
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.operations import Operation, OperationState, Resize, Strategy
 from trireme_shared.protocol.records.record import UrlText
@@ -102,7 +102,7 @@ class MasterView(Record):
 class JobView(Record):
     """One job: where it is, how far it is, who works for it, and what it was asked to do. In a list, what
     only getJob tells is null: `stage`, `generation`, `failure`, `evaluation`, `losses`, `result`,
-    `settings`."""
+    `settings`, `history`."""
 
     job: str
     state: str = Field(
@@ -131,6 +131,11 @@ class JobView(Record):
     progress: JobProgress = Field(
         description="How far training is; `records_total` is 0 while nobody knows it."
     )
+    metrics: dict[str, float] = Field(
+        default_factory=dict,
+        description="The newest results of its evaluations, by name, the first 4: of the one after training, "
+        "else of the last one while training; empty: none is known.",
+    )
     evaluation: EvaluationProgress | None = Field(
         default=None, description="Evaluations while the job trains; null: the job has no evaluate_every."
     )
@@ -144,6 +149,11 @@ class JobView(Record):
     starts: int = Field(default=0, description="How often its cluster has started the job.")
     settings: JobSettings | None = Field(
         default=None, description="The job's settings, as createJob takes them."
+    )
+    history: tuple[AcceptedChange, ...] | None = Field(
+        default=None,
+        description="The newest changes of hyperparameters that the user has accepted between two runs, the "
+        "newest last; `settings` have the values after them.",
     )
     script: UrlText
     storage: UrlText = Field(description="Path or URL where the job's files go.")

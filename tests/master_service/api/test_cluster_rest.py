@@ -102,6 +102,11 @@ def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
             listed = (await client.get("/v1/jobs", params={"state": "COMPLETED"})).json()["jobs"]
             assert [(job["job"], job["state"]) for job in listed] == [("a", "COMPLETED")]
             assert listed[0].keys() == whole.keys()
+            done = (await client.get("/v1/jobs/a")).json()
+            assert done["progress"]["records_done"] == done["progress"]["records_total"] > 0
+            assert listed[0]["progress"] == done["progress"], "lists tell how far jobs were that have ended"
+            assert listed[0]["metrics"] == done["metrics"]
+            assert (listed[0]["history"], done["history"]) == (None, [])
             assert (await client.get("/v1/jobs", params={"state": "QUEUED"})).json()["jobs"] == []
             begun = await client.delete("/v1/jobs/a", params={"wait_s": 10})
             assert (begun.status_code, begun.json()["state"]) == (202, "DONE")
@@ -146,6 +151,7 @@ def test_bad_requests_are_one_problem_each_and_change_nothing() -> None:
             for body, where in (
                 (wanted("a/b"), "name"),
                 (wanted(".."), "name"),
+                (wanted("my_model"), "the nearest one is my-model"),
                 (wanted("a", source=source), "source"),
                 ({**wanted("a"), "script": ""}, "source"),
                 ({**wanted("a"), "colour": 1}, "colour"),
@@ -164,6 +170,8 @@ def test_bad_requests_are_one_problem_each_and_change_nothing() -> None:
             for path in ("pause", "resume", "cancel"):
                 check_problem(await client.post(f"/v1/jobs/none/{path}"), 404, "NOT_FOUND")
             check_problem(await client.delete("/v1/jobs/none"), 404, "NOT_FOUND")
+            missing = check_problem(await client.get("/v1/jobs/my_model"), 404, "NOT_FOUND")
+            assert missing["hint"].endswith("the nearest one is my-model")
             assert leader.state.jobs == {}
             await client.post("/v1/jobs", json=wanted("a"))
             check_problem(await client.post("/v1/jobs", json=wanted("a")), 409, "CONFLICT")

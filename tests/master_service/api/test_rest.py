@@ -21,6 +21,7 @@ from master_service.leadership.master import Master
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, Storage, leading, running, spec_of, until
 from trireme_shared.protocol.records import Mode
+from trireme_shared.protocol.records.job_choices import AcceptedChange
 
 Api = Callable[..., Any]
 
@@ -83,6 +84,17 @@ async def test_the_job_tells_state_progress_and_members() -> None:
         rest = (await client.get(f"/v1/metrics?page_size=2&page_token={page['next_page_token']}")).json()
         assert rest["points"] == [{"number": 3, "loss": 0.5, "records": 8, "skipped": 0}]
         assert rest["next_page_token"] == ""
+
+
+async def test_the_changes_that_the_user_has_accepted_are_shown_with_the_job() -> None:
+    changes = (
+        AcceptedChange(number=1, time="2027-01-15T08:00:00Z", text="clip_grad_norm None -> 0.5"),
+        AcceptedChange(number=2, options=2, time="2027-01-16T08:00:00Z", text="optimizer lr 0.1 -> 0.05"),
+    )
+    async with api_of(history=changes) as (_, _, client):
+        job = (await client.get("/v1/job")).json()
+    assert job["history"] == [change.model_dump() for change in changes]
+    assert "history" not in job["settings"], "it is no setting that createJob takes"
 
 
 async def test_a_job_without_a_trainer_or_a_parameter_server_waits() -> None:

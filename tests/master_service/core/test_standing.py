@@ -7,7 +7,7 @@ import pytest
 from master_service.core.decisions.cluster_jobs import finish, follow_resize
 from master_service.core.state.cluster import ClusterState, DropAssignment, PutAssignment, PutJob
 from tests.master_service.core.cluster_jobs import active, job_of, state_of
-from trireme_shared.protocol.records.cluster import Assignment, Standing
+from trireme_shared.protocol.records.cluster import Assignment, ClusterJob, Outcome, Standing
 
 STAMP = "2027-01-15T08:00:00.000+00:00"
 
@@ -93,3 +93,21 @@ def test_the_place_of_a_parameter_server_that_dies_before_its_slots_have_moved_i
     )
     drops = follow_resize(state, "a", live, 1, {"p0"}, asked=False).changes
     assert drops == (DropAssignment(("pserver", "p1")),)
+
+
+def test_how_far_a_job_was_stays_on_record_until_a_later_term_says_it_anew() -> None:
+    first, later = Outcome(epoch=1, step=7, loss=0.5, records_done=25, records_total=100), Outcome(step=9)
+    state = state_of(active("a"))
+    for standing, told, kept in (
+        (Standing.PAUSED, first, first),
+        (Standing.QUEUED, None, first),  # that term never led it
+        (Standing.FAILED, later, later),
+    ):
+        state.apply(PutJob(state.job("a").with_fields(standing=Standing.ACTIVE, wanted="run")), 0.0)
+        wanted = "pause" if standing is Standing.PAUSED else "run"
+        state.apply(PutJob(state.job("a").with_fields(wanted=wanted)), 0.0)
+        (change,) = finish(state, "a", standing, "it stopped", STAMP, told).changes
+        state.apply(change, 0.0)
+        assert (state.job("a").standing, state.job("a").outcome) == (standing, kept)
+    stored = ClusterJob.from_bytes(state.job("a").to_bytes())
+    assert stored == state.job("a")

@@ -7,14 +7,18 @@ import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from trireme.cli.queries import ask, show_members, show_status, show_tasks
 from trireme.cli.targets import job_target
 from trireme.launch import resume, run_folder
 from trireme.view.report import Counts, result_document
 from trireme_shared.protocol.errors import Conflict, PeerError
-from trireme_shared.protocol.records import JobResult, JobSpec, JobState, Phase
+from trireme_shared.protocol.records import JobResult, JobSpec, JobState, Phase, Stage
 from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.job import Losses
+from trireme_shared.protocol.records.job_choices import AcceptedChange
+from trireme_shared.protocol.rest import JobProgress, JobView, MasterView, MemberCounts
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -120,3 +124,43 @@ def test_with_several_jobs_it_is_told_which_one_is_shown_and_what_others_there_a
         err == f"this is job new, the one started last; {tmp_path} also has old, older (choose one with "
         "--job NAME)\n"
     )
+
+
+class Running:
+    """A master that leads one job."""
+
+    def __init__(self, *history: AcceptedChange) -> None:
+        self._history = history
+
+    async def get_job(self, name: str) -> JobView:
+        spec = JobSpec(job=name, script="/s.py", storage="/d", dataset=TextLines("x"), epochs=4)
+        return JobView(
+            job=name,
+            state="RUNNING",
+            phase="RUNNING",
+            reason="",
+            mode=spec.mode,
+            stage=Stage.TRAIN,
+            progress=JobProgress(epoch=1, epochs=4, step=7, loss=0.5, records_done=25, records_total=100),
+            members=MemberCounts(trainers=1, trainers_desired=1, pservers=1, pservers_desired=1),
+            losses=Losses(),
+            result=JobResult(),
+            master=MasterView(master_id="master-0", url=NOBODY, term=1),
+            settings=spec,
+            history=self._history,
+            script=spec.script,
+            storage=spec.storage,
+        )
+
+
+async def test_the_status_of_a_running_job_has_the_changes_that_its_user_has_accepted(capsys):
+    change = AcceptedChange(
+        number=1, time="2027-01-15T08:00:00Z", text="optimizer betas [0.9, 0.999] -> [0.8, 0.99]"
+    )
+    console = Console(width=200)
+    shown = await show_status(Running(change), "digits", console)  # type: ignore[arg-type]  all that it asks
+    assert shown["history"] == [change.model_dump()]
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"changed at 2027-01-15T08:00:00Z: {change.text}"
+    await show_status(Running(), "digits", console)  # type: ignore[arg-type]
+    assert "changed" not in capsys.readouterr().out

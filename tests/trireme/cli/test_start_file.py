@@ -26,6 +26,7 @@ def test_a_completed_job_means_its_exported_model(tmp_path):
         meant("pretrain", tmp_path)
     model.write_bytes(b"")
     assert meant("pretrain", tmp_path) == str(model)
+    assert meant("Pretrain_", tmp_path) == str(model), "as the command that began it takes that name"
     with pytest.raises(NotFound, match="no checkpoint 40"):
         meant("pretrain@40", tmp_path)
 

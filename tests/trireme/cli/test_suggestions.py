@@ -1,5 +1,5 @@
-"""The command line speaks the user's language: groups of commands, options and settings that do not exist,
-names of jobs with underscores."""
+"""The command line speaks the user's language: groups of commands, options, settings and commands that do
+not exist, names of jobs with underscores."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from trireme.cli.app import app
 from trireme.cli.options import CLUSTER, REPAIR, START, WATCH
+from trireme_shared import __version__
 
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -50,7 +51,36 @@ def test_an_option_of_which_nothing_is_known_is_refused_as_typer_does():
 
 @pytest.mark.parametrize(
     ("command", "arguments", "name"),
-    [("status", ["my_job"], "named"), ("export", ["--job", "my_job"], "job"), ("pause", ["my_job"], "job")],
+    [
+        ("status", ["my_job"], "named"),
+        ("export", ["--job", "my_job"], "job"),
+        ("pause", ["my_job"], "job"),
+        ("submit", ["s.py", "--after", "my_job"], "after"),
+        ("tensorboard", ["my_job"], "jobs"),
+    ],
 )
 def test_a_job_with_underscores_is_the_one_that_was_started_under_that_name(command, arguments, name):
-    assert COMMANDS[command].make_context(command, arguments).params[name] == "my-job"
+    found = COMMANDS[command].make_context(command, arguments).params[name]
+    assert (found[0] if isinstance(found, list | tuple) else found) == "my-job"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["stat"], "status"),
+        (["sumbit", "script.py"], "submit"),
+        (["checkpoint", "lst"], "list"),
+        (["pool", "drian", "host-0-trainer-0"], "drain"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_told_with_the_one_that_is_meant(arguments, meant):
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert re.search(rf"No such command .*Did you mean .*'{meant}'", result.output), result.output
+
+
+def test_the_version_is_an_option_and_a_command():
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"trireme {__version__}\n")
+    told = CliRunner().invoke(app, ["version", "--json"])
+    assert json.loads(told.output)["trireme"] == __version__

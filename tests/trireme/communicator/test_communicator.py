@@ -291,7 +291,8 @@ def test_a_constructor_that_is_interrupted_leaves_no_member(etcd, registered, mo
         ({"job": b"j"}, "the job is b'j'"),
         ({"etcd": ""}, "no etcd is named"),
         ({"job": "a/b"}, "the job is 'a/b'"),
-        ({"job": "Big Group"}, "lower-case letters, digits and hyphens"),
+        ({"job": "Big Group"}, "the nearest one is big-group"),
+        ({"job": "my_job"}, "the nearest one is my-job"),
         ({"job": "jobs"}, "are keys of a cluster itself"),
     ],
 )

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from trireme.cli.cluster.jobs import LiveLines, PlainLines, columns_of
+from trireme.cli.cluster.job_lines import LiveLines, PlainLines, columns_of
 from trireme.view.report import without_tokens
 
 
@@ -67,6 +67,7 @@ def test_the_id_of_an_operation_stays_whole_where_names_of_processes_lose_their_
 
 def test_a_pipe_gets_changes_at_once_and_what_runs_every_few_seconds():
     running, done = job("a", "RUNNING", 1), job("b", "COMPLETED", reason="exported")
+    done["progress"] = running["progress"] | {"records_done": 100}  # as its last term left it
     waiting = job("b", "QUEUED", reason="no parameter server")
     lines = shown(
         (0, [running, waiting]), (1, [running, waiting]), (2, [running, done]), (6, [running, done])

@@ -54,6 +54,7 @@ from trireme.cli.options import (
     Trackers,
     Url,
     WaitS,
+    of_job,
     say_checking,
 )
 from trireme.cli.suggestions import WithSuggestions
@@ -273,7 +274,11 @@ def submit(
     ] = False,
     after: Annotated[
         list[str] | None,
-        typer.Option(help="Start when that job is COMPLETED; may be given several times.", metavar="JOB"),
+        typer.Option(
+            help="Start when that job is COMPLETED; may be given several times.",
+            metavar="JOB",
+            parser=of_job,
+        ),
     ] = None,
     not_before: Annotated[
         str | None,
@@ -393,14 +398,18 @@ def jobs(
         str | None,
         typer.Option(help="Only these.", metavar="queued|active|paused|completed|failed|cancelled"),
     ] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Whole lines, wider than the terminal.")] = False,
     data_dir: DataDir = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """The jobs of a cluster, in the order of their submission."""
+    """The jobs of a cluster, in the order of their submission.
+
+    A terminal gets what fits. Pipes get whole lines.
+    """
     from trireme.cli.cluster.jobs import list_jobs  # noqa: PLC0415
 
-    raise typer.Exit(list_jobs(state, data_dir, url, as_json=as_json))
+    raise typer.Exit(list_jobs(state, data_dir, url, as_json=as_json, wide=wide))
 
 
 def job_tasks(
@@ -467,7 +476,7 @@ def _schedules(
 
 @schedules.command("delete")
 def _delete_schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, typer.Argument(metavar="NAME", parser=of_job)],
     data_dir: DataDir = None,
     url: Url = None,
     as_json: Json = False,

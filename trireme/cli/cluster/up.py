@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from trireme.cli import exit_codes
-from trireme.cli.cluster.jobs import ENDED, JobLines, job_lines
+from trireme.cli.cluster.job_lines import ENDED, JobLines, job_lines
 from trireme.cli.cluster.launchers import LauncherRequest, check_places, check_settings, pool_of
 from trireme.cli.run import common_settings, tokens_of
 from trireme.existing_etcd import check

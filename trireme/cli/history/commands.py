@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trireme.cli.options import WATCH, DataDir, Form, Job, Json, Named, Trackers, Url
+from trireme.cli.options import WATCH, DataDir, Form, Job, Json, Named, Trackers, Url, of_job
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")]
 
@@ -104,7 +104,9 @@ def metrics(
 def tensorboard(
     jobs: Annotated[
         list[str] | None,
-        typer.Argument(help="Names of jobs. Default: the one started last.", metavar="[JOB]..."),
+        typer.Argument(
+            help="Names of jobs. Default: the one started last.", metavar="[JOB]...", parser=of_job
+        ),
     ] = None,
     port: Annotated[int, typer.Option(help="Of TensorBoard.", min=1, max=65535, metavar="P")] = 6006,
     out: Annotated[

@@ -26,6 +26,7 @@ from trireme_shared.platform.runtime.variables import without_service_links
 from trireme_shared.platform.security.access import Access, is_loopback
 from trireme_shared.platform.security.tls import Tls
 from trireme_shared.platform.security.tokens import OwnToken, Tokens, parse_table
+from trireme_shared.protocol.records.job_choices import name_problem
 
 TOKENS = ("token", "token_file", "tokens", "tokens_file")
 CONFIGURATION = 2  # exit code of a process whose settings cannot be used
@@ -109,6 +110,13 @@ class MemberSettings(BaseSettings):
     @classmethod
     def _parts(cls, value: object) -> object:
         return split(value) if isinstance(value, str) else value
+
+    @field_validator("job")
+    @classmethod
+    def _may_be_a_job(cls, value: str) -> str:
+        if value and (problem := name_problem(value)):
+            raise ValueError(problem)
+        return value
 
     @field_validator("token_file", "tokens_file", mode="before")
     @classmethod

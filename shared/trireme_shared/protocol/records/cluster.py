@@ -150,12 +150,25 @@ def stored_source(script: str) -> tuple[str, str] | None:
 Wanted = Literal["run", "pause", "cancel", "delete"]  # what the users of a job asked for last
 
 
+class Outcome(Record):
+    """How far a job was when it was led last. `records_total`: 0 if nobody knew it."""
+
+    epoch: int = 0
+    step: int | None = None
+    #: Mean of the epoch under way, or of the last one; None: not known, or not finite.
+    loss: float | None = None
+    records_done: int = 0
+    records_total: int = 0
+    #: As in JobView.
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
 class ClusterJob(Record):
     """One job of a cluster. `epoch` counts its starts: assignments of an older one are no more. `wanted`:
     what its users asked for last; `delete`: its files are being deleted, then its keys. `reason`: why it is
     where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
     `max_trainers` and the spec say). `preempted_by`: the job that it gives its members to; it is stopped and
-    then QUEUED again."""
+    then QUEUED again. `outcome`: of its last term that has ended; None: none has."""
 
     keeps_unknown: ClassVar[bool] = True
 
@@ -171,6 +184,7 @@ class ClusterJob(Record):
     trainers: int | None = None
     pservers: int | None = None
     preempted_by: str = ""
+    outcome: Outcome | None = None
     create_time: str = ""
     start_time: str = ""
     end_time: str = ""

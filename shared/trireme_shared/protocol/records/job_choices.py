@@ -9,7 +9,15 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import parse_qsl
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from trireme_shared.protocol.records.record import Record, UrlText
 
@@ -75,6 +83,29 @@ LANES_ARE_FIXED = (
 )
 JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 RESERVED = ("cluster", "jobs", "pool", "schedules", "sources")  # a cluster's own keys, beside its jobs' keys
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
+
+
+def allowed_name(name: str) -> str:
+    """The nearest name that a job can have: `My_Model` -> `my-model`. `name` itself if nothing of it can
+    stay."""
+    return _NOT_IN_NAMES.sub("-", name.lower()).strip("-")[:63].rstrip("-") or name
+
+
+def name_problem(name: str) -> str:
+    """Why no job can have this name, with the nearest one that a job can have; empty: a job can have it."""
+    if re.fullmatch(JOB_NAME, name):
+        return ""
+    nearest = allowed_name(name[:200])
+    other = f"; the nearest one is {nearest}" if re.fullmatch(JOB_NAME, nearest) else ""
+    return f"a job's name has lower-case letters, digits and hyphens, at most 63{other}"
+
+
+def _possible(name: object) -> object:
+    """Raises ValueError for a text that is no name of a job."""
+    if isinstance(name, str) and (problem := name_problem(name)):
+        raise ValueError(problem)
+    return name
 
 
 def not_reserved(name: str) -> str:
@@ -85,7 +116,7 @@ def not_reserved(name: str) -> str:
     return name
 
 
-JobName = Annotated[str, Field(pattern=JOB_NAME), AfterValidator(not_reserved)]
+JobName = Annotated[str, Field(pattern=JOB_NAME), BeforeValidator(_possible), AfterValidator(not_reserved)]
 
 
 class Mode(StrEnum):
@@ -160,15 +191,18 @@ class AcceptedChange(Record):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    #: 1 is the first of the job; older ones may not be kept.
-    number: int = Field(ge=1)
-    #: Number of the newest change up to this one that gave the optimizer or its scheduler other options; 0:
-    #: there was none.
-    options: int = Field(default=0, ge=0)
-    #: When it was accepted, RFC 3339.
-    time: str = Field(max_length=64)
-    #: Each changed setting with the old and the new value, for people.
-    text: str = Field(max_length=CHANGES_CHARACTERS)
+    number: int = Field(ge=1, description="1 is the first of the job; older ones may not be kept.")
+    options: int = Field(
+        default=0,
+        ge=0,
+        description="Number of the newest change up to this one that gave the optimizer or its scheduler "
+        "other options; 0: there was none.",
+    )
+    time: str = Field(max_length=64, description="When it was accepted, RFC 3339.")
+    text: str = Field(
+        max_length=CHANGES_CHARACTERS,
+        description="Each changed setting with the old and the new value, for people.",
+    )
 
 
 class StopEarly(Record):

@@ -85,3 +85,16 @@ def test_a_service_answers_to_its_names(monkeypatch: pytest.MonkeyPatch) -> None
     access = MasterSettings.from_environment().access
     for host in ("10.0.0.7:1", "trireme.example", "proxy:443", "localhost"):
         access.admit(Asked("GET", host=host, authorization="Bearer secret"), Role.ADMIN)
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_a_job_that_no_job_is_called_is_refused_with_the_name_that_is_meant(
+    kind: type[MemberSettings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIREME_JOB", "my_job")
+    with pytest.raises(SystemExit) as caught:
+        kind.from_environment()
+    assert caught.value.code == CONFIGURATION
+    said = capsys.readouterr().err
+    assert "TRIREME_JOB=my_job: Value error, a job's name has lower-case" in said
+    assert "the nearest one is my-job" in said
