@@ -129,9 +129,8 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         outside = settings.outside_script(flags, options.set)
         if options.check:
             _try(user, spec, outside)
-        else:
-            for told in user.taken_over({name: each.value for name, each in outside.items()}):
-                say(told)
+        elif told := user.taken_over({name: each.value for name, each in outside.items()}):
+            say("\n".join(told))
         result = run(user, spec, report=say)
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")  # noqa: T201
@@ -254,10 +253,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in trained.values()
     ]
-    result, changed = (
-        PlainResult(model, optimizer, tables),
-        report if spec.changed_files == "report" else None,
-    )
+    result = PlainResult(model, optimizer, tables)
+    changed = report if spec.changed_files == "report" else None
     reader = user.reader_of(spec.dataset, spec.seed, changed)
     progress = _ProgressLines(spec, counted.table.records, report)
     watch, told_of_buffers, by_columns = Watch(user.path, model), False, not user.has("collate")

@@ -1,5 +1,5 @@
-"""A script's DataLoader in real processes: `trireme run` trains what plain PyTorch trains, and no death changes
-which records an epoch draws by weight."""
+"""A script's DataLoader in real processes: `trireme run` trains what plain PyTorch trains, and no death
+changes which records an epoch draws by weight."""
 
 from __future__ import annotations
 

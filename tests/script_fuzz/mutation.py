@@ -18,7 +18,8 @@ class Mutation:
     layer; `build` with the model `m`; `prepared` with the model `m` and its `opt`; `loss` with `model`,
     `batch`, `step`, `out` and `value`. Those of loops alone, with `model`, `opt`, `batch`, `value` and
     `step`: `top` before the forward pass, `between` backward and step, `after` the step. Expressions:
-    `optimizer` of `m`; `loader` instead of the dataset, of `rows()`; `scheduler` of `opt`; `returns` instead of `value`; `zero` instead of
+    `optimizer` of `m`; `loader` instead of the dataset, of `rows()`; `scheduler` of `opt`; `returns`
+    instead of `value`; `zero` instead of
     `opt.zero_grad()`.
     """
 

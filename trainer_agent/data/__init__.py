@@ -76,8 +76,8 @@ def open_dataset(
 ) -> Blaming:
     """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects
     draw. `changed`: is told of a file that is not the counted one, which is then read all the same; None: it
-    is refused. `named`: the values of items that are tuples get names, because the script has no `collate` that
-    takes them as they are. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be
+    is refused. `named`: the values of items that are tuples get names, because the script has no `collate`
+    that takes them as they are. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be
     imported."""
     reader = _reader_of(dataset, seed, named)
     in_code = isinstance(dataset, MapStyle | IterableStyle)

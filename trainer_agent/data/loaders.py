@@ -106,8 +106,8 @@ def take_over(loader: DataLoader[Any], what: str, *, evaluates: bool = False) ->
     if isinstance(items, IterableDataset):
         why = "its items have no numbers, by which trainers share them"
         hint = (
-            "give the IterableDataset itself, with a __len__ that says how many items it has, always in the same "
-            f"order, and set global_batch_size = {loader.batch_size}"
+            "give the IterableDataset itself, with a __len__ that says how many items it has, always in the "
+            f"same order, and set global_batch_size = {loader.batch_size}"
         )
         raise refuse(f"the IterableDataset {type(items).__name__}", why, hint)
     if loader.batch_size is None:

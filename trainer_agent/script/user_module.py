@@ -204,8 +204,8 @@ class UserModule:
             else:
                 size = taken.settings["global_batch_size"]
                 told.append(
-                    f"{what}: batch_size={size} is not used; minibatches of an evaluation have as many records "
-                    "as those of a lane, which changes no sum over records"
+                    f"{what}: batch_size={size} is not used; minibatches of an evaluation have as many "
+                    "records as those of a lane, which changes no sum over records"
                 )
             if taken.unused:
                 told.append(f"{what}: not used: {', '.join(taken.unused)}; {READS_BESIDE}")

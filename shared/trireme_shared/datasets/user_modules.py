@@ -265,7 +265,10 @@ def load_object(dataset: MapStyle | IterableStyle, seed: int = 0) -> Any:
             ) from error
     if not all(hasattr(found, name) for name in needed):
         msg = f"{dataset.reader} is {type(found).__name__}, which has no {needed[0]}"
-        hint = "MapStyle needs len(it) and it[number], with loader=True a DataLoader; IterableStyle needs iter(it)"
+        hint = (
+            "MapStyle needs len(it) and it[number], with loader=True a DataLoader; IterableStyle needs "
+            "iter(it)"
+        )
         raise DatasetError(msg, hint=hint, url=dataset.reader)
     return found
 

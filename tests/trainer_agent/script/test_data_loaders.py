@@ -26,7 +26,8 @@ from trireme_shared.protocol.records.datasets import MapStyle
 DATA = """
     import numpy as np
     from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
-    items = TensorDataset(*(torch.from_numpy(np.load({folder!r} + "/" + name)) for name in ("x.npy", "y.npy")))
+    columns = [torch.from_numpy(np.load({folder!r} + "/" + name)) for name in ("x.npy", "y.npy")]
+    items = TensorDataset(*columns)
     config = {"epochs": 2, "lanes": 1, "seed": 7, "block_bytes": 256, "pservers": 1}
     def halved(found):
         xs, ys = zip(*found)
