@@ -159,7 +159,10 @@ class _PlainLoop:
         try:
             self.loop.wait_here()
             with _hints_told():
-                result = run(self._user, plain_spec(self._user, {}), report=partial(print, file=sys.stderr))
+                spec = plain_spec(self._user, {})
+                for told in self._user.taken_over({}):
+                    print(told, file=sys.stderr)  # noqa: T201
+                result = run(self._user, spec, report=partial(print, file=sys.stderr))
             for name, value in result.metrics.items():
                 print(f"{name} {value:.6g}")  # noqa: T201
             show_chart(LOSS, result.curve)

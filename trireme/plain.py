@@ -126,8 +126,11 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
             for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial", "init_optimizer")
         }
         spec = plain_spec(user, flags, options.set)
+        outside = settings.outside_script(flags, options.set)
         if options.check:
-            _try(user, spec, settings.outside_script(flags, options.set))
+            _try(user, spec, outside)
+        elif told := user.taken_over({name: each.value for name, each in outside.items()}):
+            say("\n".join(told))
         result = run(user, spec, report=say)
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")  # noqa: T201
@@ -185,6 +188,7 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
     seed = seed if isinstance(seed, int) else 0  # what is no number is refused below
     dataset = user.dataset(seed=seed)
     held_out = user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None
+    merged = _merged(user, settings.outside_script(flags, assignments))  # with the settings of a DataLoader
     return _spec_of(user, merged | ONE_LANE, dataset=dataset, evaluation_dataset=held_out)
 
 
@@ -249,10 +253,9 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in trained.values()
     ]
-    result, reader = (
-        PlainResult(model, optimizer, tables),
-        open_dataset(spec.dataset, spec.seed, report if spec.changed_files == "report" else None),
-    )
+    result = PlainResult(model, optimizer, tables)
+    changed = report if spec.changed_files == "report" else None
+    reader = user.reader_of(spec.dataset, spec.seed, changed)
     progress = _ProgressLines(spec, counted.table.records, report)
     watch, told_of_buffers, by_columns = Watch(user.path, model), False, not user.has("collate")
     evaluations = Evaluations(user, spec, counted.steps, device, report)
@@ -483,6 +486,8 @@ def batch_of(user: UserModule, minibatch: Minibatch, device: torch.device) -> An
     """What the script's loss gets."""
     if user.has("collate"):
         batch = user.call("collate", list(minibatch))
+    elif minibatch.collate is not None:
+        batch = user.guard(default_collate, minibatch)
     else:
         with blaming("the minibatch:", 0, len(minibatch)):
             batch = default_collate(minibatch)
@@ -492,8 +497,7 @@ def batch_of(user: UserModule, minibatch: Minibatch, device: torch.device) -> An
 class Evaluations:
     """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say, and after it. `stopped`:
     training ends here. `plateau_value`: see BeforeStep.metric, for the next step. `per_epoch`: steps of an
-    epoch. The evaluation dataset is counted here, so that all evaluations are of the same records. Raises
-    DatasetError."""
+    epoch. The evaluation dataset is counted here, so that all have the same records. Raises DatasetError."""
 
     def __init__(
         self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any
@@ -506,7 +510,7 @@ class Evaluations:
         self._held_out: tuple[Blaming, FileTable] | None = None
         self._objects = MetricObjects(user, device)
         if (dataset := spec.evaluation_dataset) is not None:
-            reader = open_dataset(dataset, spec.seed, report if spec.changed_files == "report" else None)
+            reader = user.reader_of(dataset, spec.seed, report if spec.changed_files == "report" else None)
             self._held_out = reader, count_records(dataset, TaskSizes.evaluated(spec), seed=spec.seed)
 
     def after_step(self, result: PlainResult) -> None:
@@ -555,8 +559,7 @@ class Evaluations:
         result.best = best
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they
-        are."""
+        """Task by task, as trainers do it, with the same numbers. The model's buffers stay as they are."""
         assert self._held_out is not None
         user, spec, (reader, table) = self._user, self._spec, self._held_out
         size = spec.minibatch_size

@@ -18,7 +18,8 @@ class Mutation:
     layer; `build` with the model `m`; `prepared` with the model `m` and its `opt`; `loss` with `model`,
     `batch`, `step`, `out` and `value`. Those of loops alone, with `model`, `opt`, `batch`, `value` and
     `step`: `top` before the forward pass, `between` backward and step, `after` the step. Expressions:
-    `optimizer` of `m`; `scheduler` of `opt`; `returns` instead of `value`; `zero` instead of
+    `optimizer` of `m`; `loader` instead of the dataset, of `rows()`; `scheduler` of `opt`; `returns`
+    instead of `value`; `zero` instead of
     `opt.zero_grad()`.
     """
 
@@ -34,6 +35,7 @@ class Mutation:
     loss: str = ""
     returns: str = ""
     collate: str = ""
+    loader: str = ""
     zero: str = ""
     top: str = ""
     between: str = ""
@@ -55,7 +57,7 @@ class Mutation:
         return bool(self.names) or self.alone
 
 
-ONE_OF_A_KIND = ("optimizer", "scheduler", "returns", "collate", "zero", "settings", "modes")
+ONE_OF_A_KIND = ("optimizer", "scheduler", "returns", "collate", "loader", "zero", "settings", "modes")
 
 
 def fit(one: Mutation, other: Mutation) -> bool:

@@ -35,6 +35,11 @@ made = []  # the optimizer
 def seed():  # as Trireme does before it calls a function of a script
     torch.manual_seed(7), np.random.seed(7), random.seed(7)
 """
+ROWS = """
+def rows():
+    columns = (torch.from_numpy(np.load(file)) for file in ({x!r}, {y!r}))
+    return [{{"x": x, "y": y}} for x, y in zip(*columns)]
+"""
 MODEL = """
 class Net(nn.Module):
     def __init__(self):
@@ -75,7 +80,7 @@ config = trireme.Config(**{settings})
 model, optimizer, loss = build, build_optimizer, compute_loss
 {scheduler}
 def dataset():
-    return trireme.data.Npy({x!r}, {y!r}, aligned=True)
+    return {dataset}
 """
 LOOP = """
 config = trireme.Config(**{settings})
@@ -83,7 +88,7 @@ seed()
 model = build()
 seed()
 opt = build_optimizer(model)
-dataset = trireme.data.Npy({x!r}, {y!r}, aligned=True)
+dataset = {dataset}
 model, opt, batches = trireme.prepare(model, opt, dataset{given})
 for batch in batches:
     step = calls[0]
@@ -150,7 +155,7 @@ class Script:
     def functions(self, name: str) -> Path:
         scheduler = "scheduler = build_scheduler" if self._one("scheduler") else ""
         return self._write(
-            name, FUNCTIONS.format(settings=self.settings, scheduler=scheduler, x=self.x, y=self.y)
+            name, FUNCTIONS.format(settings=self.settings, scheduler=scheduler, dataset=self._dataset)
         )
 
     def loop(self, name: str) -> Path:
@@ -158,8 +163,7 @@ class Script:
         given += ", collate=collate" if self._one("collate") else ""
         text = LOOP.format(
             settings=self.settings,
-            x=self.x,
-            y=self.y,
+            dataset=self._dataset,
             given=given,
             zero=self._one("zero") or "opt.zero_grad()",
             saved=str(self.saved),
@@ -184,9 +188,17 @@ class Script:
         path.write_text(self._common() + text)
         return path
 
+    @property
+    def has_loader(self) -> bool:
+        return bool(self._one("loader"))
+
+    @property
+    def _dataset(self) -> str:
+        return self._one("loader") or f"trireme.data.Npy({self.x!r}, {self.y!r}, aligned=True)"
+
     def _common(self) -> str:
         collate = self._one("collate")
-        text = HEAD + self._code("head", 0)
+        text = HEAD + ROWS.format(x=self.x, y=self.y) + self._code("head", 0)
         text += (
             f"\ndef collate(records):\n{textwrap.indent(textwrap.dedent(collate), '    ')}\n"
             if collate

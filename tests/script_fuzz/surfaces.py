@@ -32,7 +32,7 @@ from torch.optim import optimizer
 from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.core.queue.streams import EpochOrder
 from master_service.storage.job_storage import count_records
-from tests.script_fuzz.script import Script
+from tests.script_fuzz.script import RECORDS, Script
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as collective
 from trainer_agent.data import default_collate, minibatches_in
@@ -42,7 +42,7 @@ from trireme_shared.datasets.random_state import seed_everything
 from trireme_shared.protocol.errors import TriremeError, UserCodeError
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import JobSpec, Phase
-from trireme_shared.protocol.records.datasets import Npy
+from trireme_shared.protocol.records.datasets import MapStyle, Npy
 
 LIMIT_S = 30.0
 THREADS = 2  # of torch in a process of a machine with two cores, until somebody sets another number
@@ -96,10 +96,9 @@ def spec_of(script: Script, path: Path, storage: str, **more: Any) -> JobSpec:
     return JobSpec(
         job="fuzz",
         script=str(path),
-        dataset=Npy(script.x, script.y, aligned=True),
+        **{"dataset": Npy(script.x, script.y, aligned=True)} | script.settings | {"pservers": 1} | more,
         storage=str(script.folder / storage),
         task_timeout_floor_s=20,
-        **script.settings | {"pservers": 1} | more,
     )
 
 
@@ -134,7 +133,9 @@ def plain_loop(script: Script) -> Outcome:
 def job(script: Script, kind: str, *, loop: bool) -> Outcome:
     name = f"fuzz_{'loop' if loop else 'functions'}_{kind}"
     path = script.loop(name) if loop else script.functions(name)
-    spec = spec_of(script, path, name, **JOBS[kind])
+    given = MapStyle(f"{name}:dataset", records=RECORDS, loader=True)
+    dataset = {"dataset": given} if script.has_loader else {}
+    spec = spec_of(script, path, name, **JOBS[kind], **dataset)
     return _outcome(
         lambda: asyncio.run(_trained(spec, collective if kind == "collective" else with_pservers))
     )

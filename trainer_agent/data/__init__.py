@@ -67,17 +67,27 @@ __all__ = [
 ]
 
 
-def open_dataset(dataset: Dataset, seed: int = 0, changed: Callable[[str], object] | None = None) -> Blaming:
+def open_dataset(
+    dataset: Dataset,
+    seed: int = 0,
+    changed: Callable[[str], object] | None = None,
+    *,
+    named: bool = True,
+) -> Blaming:
     """The reader of a dataset. `seed`: of the job, for random numbers that the user's own readers and objects
     draw. `changed`: is told of a file that is not the counted one, which is then read all the same; None: it
-    is refused. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
-    reader = _reader_of(dataset, seed)
-    if isinstance(dataset, Custom | MapStyle | IterableStyle):
+    is refused. `named`: the values of items that are tuples get names, because the script has no `collate`
+    that takes them as they are. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be
+    imported."""
+    reader = _reader_of(dataset, seed, named)
+    in_code = isinstance(dataset, MapStyle | IterableStyle)
+    as_they_are = in_code and (not named or (isinstance(dataset, MapStyle) and dataset.loader))
+    if (in_code and not as_they_are) or isinstance(dataset, Custom):
         reader = TypedByFirstRecord(dataset, reader)
     return Blaming(reader, CountedFiles(dataset), changed)
 
 
-def _reader_of(dataset: Dataset, seed: int) -> Reader:
+def _reader_of(dataset: Dataset, seed: int, named: bool) -> Reader:
     match dataset:
         case Parquet():
             # pyarrow only where it is needed
@@ -97,9 +107,9 @@ def _reader_of(dataset: Dataset, seed: int) -> Reader:
         case Custom():
             return CustomReader(dataset, seed)
         case MapStyle():
-            return MapStyleReader(dataset, seed)
+            return MapStyleReader(dataset, seed, named=named)
         case IterableStyle():
-            return IterableStyleReader(dataset, seed)
+            return IterableStyleReader(dataset, seed, named=named)
         case TFRecord():
             return TFRecordReader(dataset)
         case RecordIO():

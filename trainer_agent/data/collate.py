@@ -19,12 +19,12 @@ from trireme_shared.datasets.random_state import Generators
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.metrics import Logged, collected
 
-Batch = dict[str, Any]
 _HINT = "define collate(records) in your script, or make the values alike in the data"
 
 
-def default_collate(minibatch: Mapping[str, Column] | Sequence[Mapping[str, Any]]) -> Batch:
-    """Column -> tensor (n, …), copied; columns of text or bytes stay lists. Takes columns or records.
+def default_collate(minibatch: Mapping[str, Column] | Sequence[Mapping[str, Any]]) -> Any:
+    """Column -> tensor (n, …), copied; columns of text or bytes stay lists. Takes columns or records. Of the
+    items of a DataLoader the batch that it makes itself.
 
     Python's numbers get the dtype that shared/trireme_shared/datasets/numbers.py says (floats: mostly
     torch.float32, whole numbers torch.int64 or torch.uint64); arrays keep theirs. Raises DatasetError, naming
@@ -32,6 +32,8 @@ def default_collate(minibatch: Mapping[str, Column] | Sequence[Mapping[str, Any]
     the minibatch.
     """
     if isinstance(minibatch, Minibatch):
+        if minibatch.collate is not None:
+            return minibatch.collate(list(minibatch))
         columns: Mapping[str, Column] = minibatch.columns
     elif isinstance(minibatch, Mapping):
         columns = minibatch

@@ -23,8 +23,9 @@ from itertools import takewhile
 from threading import Lock
 from typing import Any, TypeVar
 
+from trainer_agent.data.loaders import LoaderItems, WeightedOrder, take_over, two_collates
 from trainer_agent.data.reader import too_short
-from trainer_agent.data.shard import Record, RecordShard, Shard
+from trainer_agent.data.shard import ItemShard, Record, RecordShard, Shard
 from trireme_shared.datasets.random_state import Generators, seed_everything, seed_of, seeded, undisturbed
 from trireme_shared.datasets.user_modules import load_custom, load_object
 from trireme_shared.platform.runtime import clock
@@ -115,41 +116,68 @@ class Drawing:
 
 
 class MapStyleReader:
-    """The object is made by the first read. `seed`: of the job."""
+    """The object is made by the first read. `seed`: of the job. `named`: an item becomes a record with named
+    values; else it is left as it is."""
 
-    def __init__(self, dataset: MapStyle, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    def __init__(self, dataset: MapStyle, seed: int, *, named: bool = True) -> None:
+        self._dataset, self._seed, self._named = dataset, seed, named
         self._object: Any = None
+        self._taken: LoaderItems | None = None
+        self._weighted: WeightedOrder | None = None
         self._drawing = Drawing(dataset.reader, seed)
         self._lock = Lock()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
         with self._lock:
             if self._object is None:
-                self._object = _loaded(self._dataset, self._seed)
+                self._make()
+            taken, weighted, epoch = self._taken, self._weighted, _epoch.get()
 
-            def record(number: int) -> Record:
+            def record(number: int) -> Any:
+                place = number if weighted is None else weighted.drawn(epoch, number)
                 try:
-                    item = self._object[number]
+                    item = self._object[place]
                 except IndexError as error:
                     raise too_short(file, first, count, number) from error
                 except BaseException as error:  # the user's code may raise anything
                     if is_interrupt(error):
                         raise
-                    if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
+                    if (trouble := trouble_in_user_code(error, f"item {place} of {file}")) is not None:
                         raise trouble from error
-                    msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
+                    msg = f"item {place} of {file} cannot be read: {type(error).__name__}: {error}"
                     raise DatasetError(msg, hint="correct the dataset's __getitem__", url=file) from error
-                return as_record(item, self._dataset.columns, file, number)
+                if taken is not None:
+                    return item
+                return as_record(item, self._dataset.columns, file, number, named=self._named)
 
-            return RecordShard(list(self._drawing.each(file, range(first, first + count), record)))
+            found = list(self._drawing.each(file, range(first, first + count), record))
+            return RecordShard(found) if taken is None else ItemShard(found, taken.collate)
+
+    def _make(self) -> None:
+        """Raises DatasetError, InvalidArgument."""
+        name = self._dataset.reader
+        if not self._dataset.loader:
+            self._object = _loaded(self._dataset, self._seed)
+            return
+        loader = load_object(self._dataset, self._seed)
+        try:
+            taken = take_over(loader, name, evaluates=name.endswith(_HOOKS[1]))
+            if taken.has_own_collate and not self._named:
+                raise two_collates(name)
+        except InvalidArgument as error:  # the same at every trainer: it ends the job
+            raise DatasetError(error.message, hint=error.hint, fatal=True, url=name) from None
+        _check_length(self._dataset, taken.count)
+        if taken.weights is not None:
+            self._weighted = WeightedOrder(taken.weights, self._seed)
+        self._taken, self._object = taken, taken.items
 
 
 class IterableStyleReader:
-    """Keeps one iterator and its place: tasks that follow each other go on with it."""
+    """Keeps one iterator and its place: tasks that follow each other go on with it. `named`: as of
+    MapStyleReader."""
 
-    def __init__(self, dataset: IterableStyle, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    def __init__(self, dataset: IterableStyle, seed: int, *, named: bool = True) -> None:
+        self._dataset, self._seed, self._named = dataset, seed, named
         self._drawing = Drawing(dataset.reader, seed, by_epoch=False)
         self._iterator: Iterator[Any] | None = None
         self._next = 0
@@ -168,7 +196,7 @@ class IterableStyleReader:
                     self._iterator = None
                     raise too_short(file, first, count, number)
                 if number >= first:
-                    found.append(as_record(item, self._dataset.columns, file, number))
+                    found.append(as_record(item, self._dataset.columns, file, number, named=self._named))
         return RecordShard(found)
 
     def _begin(self, file: str) -> None:
@@ -242,28 +270,38 @@ def _loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
     of_hook = name.endswith(_HOOKS)
     if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
         return made
-    records = len(made)
-    if records < counted or (records > counted and of_hook):
+    _check_length(dataset, len(made))
+    return made
+
+
+def _check_length(dataset: MapStyle | IterableStyle, records: int) -> None:
+    """Raises InvalidArgument."""
+    name, counted = dataset.reader, dataset.records
+    of_hook = name.endswith(_HOOKS)
+    if counted is not None and (records < counted or (records > counted and of_hook)):
         msg = (
             f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"
         )
         hint = "it must have the same records in every process, whatever the host, the time and the process"
         raise InvalidArgument(msg, hint=hint, url=name, records=records)
-    return made
 
 
-def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:
-    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Raises
-    DatasetError."""
+def as_record(
+    item: Any, columns: tuple[str, ...] | None, file: str, number: int, *, named: bool = True
+) -> Any:
+    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x. Not `named`: if
+    there are no `columns`, any item but a dict is left alone. Raises DatasetError."""
     if isinstance(item, Mapping):
         if columns is not None:
-            named, given = ", ".join(map(str, item)), ", ".join(columns)
+            has, given = ", ".join(map(str, item)), ", ".join(columns)
             msg = (
-                f"item {number} of {file} is a dict with the columns {named}, and columns=({given}) "
+                f"item {number} of {file} is a dict with the columns {has}, and columns=({given}) "
                 "name the values of tuples"
             )
             raise DatasetError(msg, hint="leave columns out", url=file)
         return dict(item)
+    if columns is None and not named:
+        return item
     values = tuple(item) if isinstance(item, tuple | list) else (item,)
     names = columns or _PLAIN_NAMES[: len(values)]
     if len(names) != len(values):

@@ -35,6 +35,9 @@ class Shard:
     """Columns of equal length. Values of one record: Python scalars, arrays, text, bytes or None. A column
     may be the error that says why its records make none: who asks for columns gets it."""
 
+    #: How a batch is made of a list of records; None: as default_collate does.
+    collate: Callable[[list[Any]], Any] | None = None
+
     def __init__(self, columns: Mapping[str, Column | DatasetError], count: int) -> None:
         for name, column in columns.items():
             if not isinstance(column, DatasetError):
@@ -98,6 +101,20 @@ class RecordShard(Shard):
             self._make = None
 
 
+class ItemShard(Shard):
+    """Items of a DataLoader's dataset, as they are. `collate`: makes a batch of a list of them."""
+
+    def __init__(self, items: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+        super().__init__({}, len(items))
+        self._items, self.collate = items, collate
+
+    def columns(self, indices: Indices) -> dict[str, Column]:
+        raise AssertionError(f"{self!r} has no columns: {len(indices)} records were asked for")
+
+    def records(self, indices: Indices) -> list[Any]:
+        return [self._items[i] for i in indices]
+
+
 class Minibatch(Sequence[Record]):
     """The records of one minibatch; `columns` gives the same values faster. `work`: what it is, for the
     journal of the process that computes it (trireme_shared.platform.runtime.begun)."""
@@ -112,6 +129,11 @@ class Minibatch(Sequence[Record]):
     @property
     def columns(self) -> dict[str, Column]:
         return self._shard.columns(self._indices)
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        """See Shard."""
+        return self._shard.collate
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -86,6 +86,9 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
     seed = _seed(wanted)
     dataset = user.dataset(seed=seed)
     evaluation = user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None
+    config = user.config  # with the settings of a DataLoader
+    wanted = {name: value for name, value in {**config, **settings}.items() if value != ""}
+    told = user.taken_over(settings)
     found: dict[str, Any] = {
         "config": config,
         "dataset": dataset.model_dump(mode="json"),
@@ -93,6 +96,8 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
     }
     if check:
         found |= _try(user, dataset, evaluation, wanted)
+    if told:
+        found["notice"] = "\n".join(filter(None, (*told, found.get("notice"))))
     if wanted.get("backend") == "nccl":
         # torch only when it is needed
         from trireme_shared.collective.group import nccl_is_there  # noqa: PLC0415
@@ -133,7 +138,8 @@ def _try(
         twice = Twice(user.path, spec, compute)
         if not user.has("collate") and user.loop is None:
             compare_files(dataset, spec.seed)
-        minibatch = twice.records("dataset()", lambda: first_records(dataset, spec.minibatch_size, spec.seed))
+        size, named = spec.minibatch_size, not user.has("collate")
+        minibatch = twice.records("dataset()", lambda: first_records(dataset, size, spec.seed, named=named))
         scheduler = scheduler_facts(compute.optimizer, compute.scheduler) | (
             {"counts_steps": True} if asked else {}
         )
@@ -141,7 +147,7 @@ def _try(
         with _doing("the first minibatch"):
             twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
         if evaluation is not None:
-            held_out = first_records(evaluation, spec.minibatch_size, spec.seed)
+            held_out = first_records(evaluation, size, spec.seed, named=named)
             with _doing("the first minibatch of the evaluation"):
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
                 twice.notices += kept_values(user.path.name, sums, len(held_out))
@@ -241,10 +247,10 @@ def _assignment(text: str) -> tuple[str, str]:
     return name.strip().replace("-", "_"), value.strip()
 
 
-def first_records(dataset: Dataset, count: int, seed: int = 0) -> Records:
-    """At most `count` records from the start of the first file that has any. `seed`: of the job. Raises
-    DatasetError."""
-    reader = open_dataset(dataset, seed)
+def first_records(dataset: Dataset, count: int, seed: int = 0, *, named: bool = True) -> Records:
+    """At most `count` records from the start of the first file that has any. `seed`: of the job. `named`: see
+    open_dataset. Raises DatasetError."""
+    reader = open_dataset(dataset, seed, named=named)
     problem: DatasetError | None = None
     for file in files_of(dataset):
         try:

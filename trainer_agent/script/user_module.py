@@ -25,11 +25,13 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
+from trainer_agent.data import Blaming, open_dataset
+from trainer_agent.data.loaders import READS_BESIDE, LoaderItems, is_loader, take_over, two_collates
 from trainer_agent.model.buffer_policies import Policy, checked
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop, Prepared, is_function
 from trireme_shared.datasets.random_state import START_SEED, seeded
-from trireme_shared.datasets.user_modules import enter, make
+from trireme_shared.datasets.user_modules import enter, give, make
 from trireme_shared.platform.membership.local_script import at_home
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from trireme_shared.protocol.records.datasets import Dataset, IterableStyle, MapStyle
@@ -64,6 +66,7 @@ class UserModule:
     """The hooks of one script. `call` runs a hook; `has` says whether an optional one exists."""
 
     loop: OwnLoop | None = None
+    _loaders: dict[str, LoaderItems]
     _DATASET = "{hook}() of {path} returned"
 
     def __init__(self, path: Path, module: ModuleType) -> None:
@@ -83,11 +86,16 @@ class UserModule:
                 f"{path} has evaluation_metrics() and no evaluate", hint=f"add {WITH_OBJECTS}"
             )
         self._config = _config(path, getattr(module, "config", None))
+        self._loaders = {}
         self._buffers = checked(getattr(module, "buffers", None), f"buffers in {path}")
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings that the script gives."""
+        """The settings that the script gives, with those of a DataLoader that `dataset` has returned."""
+        loader = self._loaders.get("dataset")
+        return self._own_config() | (dict(loader.settings) if loader is not None else {})
+
+    def _own_config(self) -> dict[str, Any]:
         return self._config
 
     @property
@@ -120,6 +128,8 @@ class UserModule:
         the job; every call of both functions, in any process, draws the same random numbers, so both can take
         parts of one random split."""
         found = self._made(hook, seed)
+        if is_loader(found):
+            return self._taken_over(found, hook)
         if hasattr(found, "__len__") and not isinstance(found, str | bytes | Mapping):
             return self._described(found, hook)
         if hasattr(found, "__iter__") and not isinstance(found, (*DATASETS, str, bytes, Mapping)):
@@ -129,6 +139,7 @@ class UserModule:
             )
             hint = (
                 f'state it: trireme.data.IterableStyle("{self.path.stem}:{type(found).__name__}", records=N)'
+                ", or give it a __len__"
             )
             raise InvalidArgument(msg, hint=hint)
         if not isinstance(found, DATASETS):
@@ -141,16 +152,64 @@ class UserModule:
     def _made(self, hook: str, seed: int) -> Any:
         return self.guard(make, self._hooks[hook], seed)
 
+    def reader_of(
+        self, dataset: Dataset, seed: int, changed: Callable[[str], object] | None = None
+    ) -> Blaming:
+        """See open_dataset."""
+        return open_dataset(dataset, seed, changed, named=not self.has("collate"))
+
     def _described(self, found: Any, hook: str) -> Dataset:
         """An object of the script by the name of the hook that makes it."""
+        kind = MapStyle if _has_items(found) else IterableStyle
+        return kind(reader=self._name_of(found, hook), records=self.guard(len, found))
+
+    def _name_of(self, found: Any, hook: str) -> str:
         if not self.path.stem.isidentifier():
             msg = (
-                f"{hook}() of {self.path} returned {type(found).__name__}, which trainers find by the "
-                "module's name"
+                f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, which trainers "
+                "find by the module's name"
             )
             raise InvalidArgument(msg, hint=f"{self.path.stem!r} is no name of a module: rename the file")
-        kind = MapStyle if _has_items(found) else IterableStyle
-        return kind(reader=f"{self.path.stem}:{hook}", records=self.guard(len, found))
+        return f"{self.path.stem}:{hook}"
+
+    def _taken_over(self, found: Any, hook: str) -> Dataset:
+        name = self._name_of(found, hook)
+        taken = take_over(found, name, evaluates=hook == "evaluation_dataset")
+        if taken.has_own_collate and self.has("collate"):
+            raise two_collates(name)
+        own = self._own_config()
+        for setting, value in taken.settings.items() if hook == "dataset" else ():
+            if own.get(setting) is not None and str(own[setting]).lower() != str(value).lower():
+                msg = (
+                    f"the config of {self.path} has {setting} = {own[setting]}, and the DataLoader of {name} "
+                )
+                raise InvalidArgument(f"{msg}says {value}", hint=f"leave {setting} out of the config")
+        self._loaders[hook] = taken
+        return MapStyle(reader=name, records=taken.count, loader=True)
+
+    def taken_over(self, given: Mapping[str, Any]) -> list[str]:
+        """What the user should know of the DataLoaders that `dataset` has returned, as sentences. `given`:
+        settings that win over the script's."""
+        told = []
+        for hook, taken in self._loaders.items():
+            what = f"the DataLoader of {self.path.stem}:{hook}"
+            if hook == "dataset":
+                said = ", ".join(f"{name} = {value}" for name, value in taken.settings.items())
+                told.append(f"{what} decides {said}")
+                told += [
+                    f"{name} = {given[name]} was given, and wins over {value}, which {what} says"
+                    for name, value in taken.settings.items()
+                    if name in given and str(given[name]).lower() != str(value).lower()
+                ]
+            else:
+                size = taken.settings["global_batch_size"]
+                told.append(
+                    f"{what}: batch_size={size} is not used; minibatches of an evaluation have as many "
+                    "records as those of a lane, which changes no sum over records"
+                )
+            if taken.unused:
+                told.append(f"{what}: not used: {', '.join(taken.unused)}; {READS_BESIDE}")
+        return told
 
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If
@@ -171,12 +230,12 @@ class LoopModule(UserModule):
         self, path: Path, loop: OwnLoop | None = None, script: Callable[[], object] | None = None
     ) -> None:
         self.path, self.loop, self._script = path, loop or OwnLoop(self._ended_by), script
+        self._loaders, self._gave = {}, False
 
     def __repr__(self) -> str:
         return f"<LoopModule {self.path}: {self.loop!r}>"
 
-    @property
-    def config(self) -> dict[str, Any]:
+    def _own_config(self) -> dict[str, Any]:
         return _config(self.path, self._prepared().config)
 
     @property
@@ -184,16 +243,14 @@ class LoopModule(UserModule):
         return checked(self._prepared().buffers, f"buffers in {self.path}")
 
     def _made(self, hook: str, seed: int) -> Any:
-        with seeded(seed):
-            return self.call(hook)
+        self._prepared()
+        given = self._given(hook)
+        makes = isinstance(given, type) or (callable(given) and not hasattr(given, "__len__"))
+        return self.guard(make, given, seed) if makes else given
 
-    def _described(self, found: Any, hook: str) -> Dataset:
-        msg = (
-            f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, an object that "
-            "trainers cannot find"
-        )
-        hint = 'put it into a module beside the script: trireme.data.MapStyle("module:name") or IterableStyle'
-        raise InvalidArgument(msg, hint=hint)
+    def _given(self, hook: str) -> Any:
+        prepared = self.loop.prepared
+        return prepared.dataset if hook == "dataset" else prepared.hooks.get(hook)
 
     def has(self, hook: str) -> bool:
         return hook in self._prepared().hooks
@@ -218,6 +275,11 @@ class LoopModule(UserModule):
     def _prepared(self) -> Prepared:
         if self._script is not None:
             self.loop.start(self._script)
+        if not self._gave:  # readers find the objects by these names
+            self._gave = True
+            for hook in ("dataset", "evaluation_dataset"):
+                if (found := self._given(hook)) is not None and not isinstance(found, DATASETS):
+                    give(f"{self.path.stem}:{hook}", found)
         return self.loop.prepared
 
     def _ended_by(self, error: BaseException) -> UserCodeError:

@@ -232,7 +232,10 @@ class TaskSource:
             dataset = self.spec.evaluation_dataset if held_out else self.spec.dataset
             assert dataset is not None
             reader = self._readers[held_out] = open_dataset(
-                dataset, self.spec.seed, self._changed.append if self.spec.changed_files == "report" else None
+                dataset,
+                self.spec.seed,
+                self._changed.append if self.spec.changed_files == "report" else None,
+                named=self._by_columns,
             )
         return reader
 

@@ -229,16 +229,30 @@ def make(maker: Callable[[], Any], seed: int) -> Any:
     return found
 
 
+#: Objects that a script with a loop of its own has given to trireme.prepare in this process, or what makes
+# them, by the name that stands for them in a dataset.
+_given: dict[str, Any] = {}
+
+
+def give(name: str, found: Any) -> None:
+    """`found`, or what the function `found` returns, is what the dataset called `name` reads here."""
+    _given[name] = found
+
+
 def made_objects() -> dict[str, Any]:
-    """What `make` has kept in this process, by the name of its maker: `dataset()`."""
-    return {f"{maker.__name__}()": found for maker, (_, found) in _made.items()}
+    """What `make` has kept in this process, by the name of its maker: `dataset()`; and what was given."""
+    made = {f"{maker.__name__}()": found for maker, (_, found) in _made.items()}
+    return made | {name: found for name, found in _given.items() if not callable(found)}
 
 
 def load_object(dataset: MapStyle | IterableStyle, seed: int = 0) -> Any:
     """What the name stands for; a function or class is called, see `make`. `seed`: of the job. Raises
     DatasetError."""
-    found = load_named(dataset.reader)
-    needed = ("__getitem__",) if isinstance(dataset, MapStyle) else ("__iter__",)
+    known = dataset.reader in _given
+    found = _given[dataset.reader] if known else load_named(dataset.reader)
+    needed: tuple[str, ...] = ("__getitem__",) if isinstance(dataset, MapStyle) else ("__iter__",)
+    if isinstance(dataset, MapStyle) and dataset.loader:
+        needed = "dataset", "collate_fn"
     if isinstance(found, type) or (callable(found) and not all(hasattr(found, name) for name in needed)):
         try:
             found = make(found, seed)
@@ -251,7 +265,10 @@ def load_object(dataset: MapStyle | IterableStyle, seed: int = 0) -> Any:
             ) from error
     if not all(hasattr(found, name) for name in needed):
         msg = f"{dataset.reader} is {type(found).__name__}, which has no {needed[0]}"
-        hint = "MapStyle needs len(it) and it[number]; IterableStyle needs iter(it)"
+        hint = (
+            "MapStyle needs len(it) and it[number], with loader=True a DataLoader; IterableStyle needs "
+            "iter(it)"
+        )
         raise DatasetError(msg, hint=hint, url=dataset.reader)
     return found
 

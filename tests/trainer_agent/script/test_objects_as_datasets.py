@@ -117,7 +117,7 @@ def test_an_iterable_goes_on_where_it_is_and_begins_anew_for_what_lies_behind():
         reader.read("", 9, 2)
 
 
-def test_a_script_with_its_own_loop_is_told_to_name_the_object(tmp_path):
+def test_objects_of_a_loop_of_ones_own_are_described_by_where_they_were_given(tmp_path):
     path = tmp_path / "own_loop_objects.py"
     path.write_text(
         "import torch, trireme\n"
@@ -128,11 +128,11 @@ def test_a_script_with_its_own_loop_is_told_to_name_the_object(tmp_path):
         "    trireme.backward(model(batch['x'][:, None]).mean())\n"
         "    optimizer.step()\n"
     )
-    with pytest.raises(
-        InvalidArgument, match="got as dataset list, an object that trainers cannot find"
-    ) as caught:
-        load(path).dataset()
-    assert 'MapStyle("module:name")' in str(caught.value.hint)
+    user = load(path)
+    described = user.dataset()
+    assert described == MapStyle("own_loop_objects:dataset", records=1)
+    assert list(open_dataset(described).read("", 0, 1).minibatch([0])) == [{"x": 1.0}]
+    user.loop.close()
 
 
 SPLIT = """

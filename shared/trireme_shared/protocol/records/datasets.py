@@ -165,6 +165,18 @@ class MapStyle(_InCode):
     """
 
     kind: Literal["map_style"] = "map_style"
+    loader: bool = Field(
+        default=False,
+        description="The object is a torch.utils.data.DataLoader; the items are those of its dataset, and a "
+        "minibatch is made by its collate_fn.",
+    )
+
+    @model_validator(mode="after")
+    def _counted(self) -> MapStyle:
+        if self.loader and (self.records is None or self.columns is not None):
+            msg = "with loader=True records must be stated, and columns are none: dataset() states them"
+            raise ValueError(msg)
+        return self
 
 
 class IterableStyle(_InCode):
