@@ -418,6 +418,8 @@ def checked_loss(user: UserCode, found: Any) -> torch.Tensor:
     message = (
         f"loss(model, batch) returned {told}; return the minibatch's mean loss, a scalar with a gradient"
     )
+    if isinstance(loss, tuple | list):
+        message += "; other numbers stand beside it in a dict: {'loss': loss, 'accuracy': accuracy}"
     raise user.error_of(TypeError(message))
 
 

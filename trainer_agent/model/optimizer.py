@@ -34,7 +34,7 @@ from trireme_shared.serving.optimizers.classes import (
     OF_WHOLE_PARAMETERS,
     no_whole_parameters,
 )
-from trireme_shared.serving.optimizers.own_step import added_to_step, check_step
+from trireme_shared.serving.optimizers.own_step import added_to_step, check_is_one, check_step
 
 T = TypeVar("T")
 _WHOLE = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
@@ -71,6 +71,7 @@ BEGUN = "the optimizer has state already ({name} of {parameter}), and training w
 def spec_of(optimizer: Any) -> OptimizerSpec:
     """Class, defaults and options of each group. Raises InvalidArgument for a class that no job can have."""
     if not isinstance(optimizer, torch.optim.Optimizer):
+        check_is_one(optimizer, "optimizer(model) returned")
         raise InvalidArgument(
             f"optimizer(model) returned {type(optimizer).__name__}, not a torch.optim optimizer",
             hint="return for example torch.optim.SGD(model.parameters(), lr=0.1)",

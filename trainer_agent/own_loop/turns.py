@@ -34,7 +34,7 @@ from trainer_agent.own_loop.changes import check_none_is_left, forget_those_of_o
 from trainer_agent.own_loop.mixed_precision import Scaling, autocast_here, unscale_for_kernel
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.metrics import Logged, collect_in, collector, loss_in
-from trireme_shared.serving.optimizers.own_step import check_step
+from trireme_shared.serving.optimizers.own_step import check_is_one, check_step
 
 FUNCTIONS = "collate", "ids", "evaluate", "evaluation_metrics", "metrics"
 CLOSE_S = 5.0
@@ -68,6 +68,7 @@ def check_prepared(parts: Prepared) -> None:
         msg = f"trireme.prepare got {type(parts.model).__name__} as the model; give a torch.nn.Module"
         raise TypeError(msg)
     if not isinstance(optimizer, torch.optim.Optimizer):
+        check_is_one(optimizer, "trireme.prepare got")
         msg = (
             f"trireme.prepare got {type(parts.optimizer).__name__} as the optimizer; give a "
             "torch.optim optimizer"

@@ -96,7 +96,10 @@ def loss_in(found: Any) -> Any:
         return found
     if LOSS not in found:
         names = ", ".join(map(str, found)) or "nothing"
-        raise InvalidArgument(f'loss returned a dict with {names:.200}; its entry "loss" is what is trained')
+        raise InvalidArgument(
+            f'loss returned a dict with {names:.200}; its entry "loss" is what is trained, of several losses '
+            "their sum (docs/habits.md)"
+        )
     return found[LOSS]
 
 

@@ -47,12 +47,15 @@ MODEL_CHANGED = (
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 PARAMETER = (
     "changed the parameter {name}; only the optimizer may change parameters, because trainers do not share "
-    "other changes (nn.Embedding does it with max_norm: leave that out)"
+    "other changes (nn.Embedding does it with max_norm: leave that out; averages of parameters are "
+    "trireme.nn.Ema(module, decay), docs/buffers.md; a second optimizer is a group of the first one, "
+    "docs/habits.md)"
 )
 FROZEN = (
     "changed the parameter {name}, which the optimizer does not hold; trainers do not share such changes: "
     "make it a floating-point buffer (register_buffer), which they share; averages of parameters are "
-    "trireme.nn.Ema(module, decay) (docs/buffers.md)"
+    "trireme.nn.Ema(module, decay) (docs/buffers.md); those of a second optimizer are a "
+    "group of the first one (docs/habits.md)"
 )
 RESHAPED = (
     "changed the buffer {name}: it was {before}, and now it is {after}; trainers share the values "

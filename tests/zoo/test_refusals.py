@@ -1,0 +1,187 @@
+"""What people bring and a job cannot take yet is refused by name, with the way that it can take: word by
+word, and the same under `python script.py`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_agent.own_loop.scripts import write_loop
+from tests.trainer_agent.scripts import spec_for
+from tests.zoo.models import ACTOR_CRITIC, GAN, TWO_OPTIMIZERS_OF_A_GAN, ZOO, Model
+from tests.zoo.training import spec_of, write_script
+from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.script.inspect import first_records
+from trainer_agent.script.user_module import load
+from trireme.plain import run
+from trireme_shared.protocol.errors import TriremeError
+
+ONE = (
+    'make one with a group for each: Adam([{"params": model.generator.parameters(), "lr": 1e-4}, {"params": '
+    'model.discriminator.parameters(), "lr": 4e-4}]), and let the loss be the sum of both losses, each '
+    "without gradients for the parameters of the other (docs/habits.md)"
+)
+EMA = "averages of parameters are trireme.nn.Ema(module, decay)"
+AVERAGED_INSIDE = """
+class Averaged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 3)
+        self.ema = AveragedModel(self.body)
+
+    def forward(self, x):
+        if self.training:
+            self.ema.update_parameters(self.body)
+        return self.body(x)
+
+def model():
+    return Averaged()
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+def optimizer(model):
+    return torch.optim.SGD(model{of}.parameters(), lr=0.1)
+"""
+AVERAGED_BESIDE = """
+def optimizer(model):
+    averaged = AveragedModel(model)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    made.register_step_post_hook(lambda *_: averaged.update_parameters(model))
+    return made
+"""
+REFUSED = {
+    "two optimizers": (
+        GAN + TWO_OPTIMIZERS_OF_A_GAN,
+        "optimizer(model) returned a list of 2 optimizers (Adam); a job has one, and one loss",
+        ONE,
+    ),
+    "two optimizers by name": (
+        ACTOR_CRITIC
+        + "def optimizer(model):\n    return {'actor': torch.optim.Adam(model.actor.parameters()), "
+        "'critic': torch.optim.SGD(model.critic.parameters(), lr=0.1)}\n",
+        "optimizer(model) returned a dict of 2 optimizers (Adam, SGD); a job has one, and one loss",
+        ONE,
+    ),
+    "a loss for each": (
+        ACTOR_CRITIC
+        + "def loss(model, batch):\n    return dict(zip(('actor', 'critic'), losses(model, batch)))\n",
+        (
+            'InvalidArgument: loss returned a dict with actor, critic; its entry "loss" is what is trained, '
+            "of several losses their sum (docs/habits.md)"
+        ),
+        "",
+    ),
+    "a tuple of losses": (
+        ACTOR_CRITIC + "def loss(model, batch):\n    return losses(model, batch)\n",
+        (
+            "TypeError: loss(model, batch) returned tuple; return the minibatch's mean loss, a scalar with a "
+            "gradient; other numbers stand beside it in a dict: {'loss': loss, 'accuracy': accuracy}"
+        ),
+        "",
+    ),
+    "torch's averages in the model": (
+        AVERAGED_INSIDE.replace("{of}", ""),
+        (
+            "RuntimeError: loss(model, batch) changed the parameter ema.module.weight; "
+            "only the optimizer may "
+            "change parameters, because trainers do not share other changes (nn.Embedding "
+            "does it with max_norm: "
+            f"leave that out; {EMA}, docs/buffers.md; a second optimizer is a group of the first one, "
+            "docs/habits.md)"
+        ),
+        "",
+    ),
+    "torch's averages in the model, not in the optimizer": (
+        AVERAGED_INSIDE.replace("{of}", ".body"),
+        (
+            "RuntimeError: loss(model, batch) changed the parameter ema.module.weight, "
+            "which ...; trainers do "
+            "not share such changes: make it a floating-point buffer (register_buffer), which they share; "
+            f"{EMA} "
+            "(docs/buffers.md); those of a second optimizer are a group of the first one (docs/habits.md)"
+        ),
+        "",
+    ),
+    "torch's averages by a hook": (
+        ZOO["LoRA"].script + AVERAGED_BESIDE,
+        (
+            "the optimizer SGD has a hook (optimizer.<locals>.<lambda>, by "
+            "register_step_post_hook); a job steps "
+            "parameters by optimizers that it makes of the same class and options, without it"
+        ),
+        (
+            "leave it out: limit parameters where forward uses them, keep averages of parameters by "
+            "trireme.nn.Ema(module, decay) (docs/buffers.md), and change gradients by hooks "
+            "of parameters or in "
+            "a loop of your own"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_it_is_refused_word_by_word_in_jobs_and_alone(tmp_path: Path, name: str):
+    script, message, hint = REFUSED[name]
+    model = Model(script, falls=1)
+    path = write_script(tmp_path, model)
+    spec = spec_of(path, model)
+    with ThreadPoolExecutor(1) as executor, pytest.raises(TriremeError) as in_job:
+        compute = executor.submit(TorchCompute, load(path), spec, executor).result()
+        compute.begin_step()
+        records = first_records(spec.dataset, spec.minibatch_size)
+        await compute.gradient((0, 1), 0, 1, records, Nothing())
+    with pytest.raises(TriremeError) as alone:
+        run(load(path), spec)
+    for raised in (in_job.value, alone.value):
+        begins, _, ends = message.partition("...")
+        assert raised.message.startswith(begins)
+        assert raised.message == message or (ends and raised.message.endswith(ends))
+        assert (raised.hint or "") == hint
+
+
+class Nothing:
+    def done(self, block: int) -> None:
+        pass
+
+
+SECOND = "second = torch.optim.SGD(model[4].parameters(), lr=0.1)\n"
+LOOPS = {
+    "two optimizers": (
+        {
+            "prepare": SECOND
+            + "model, optimizer, batches = trireme.prepare(model, [optimizer, second], dataset)"
+        },
+        "InvalidArgument: trireme.prepare got a list of 2 optimizers (SGD); a job has one, and one loss; "
+        + ONE.replace("Adam", "SGD"),
+    ),
+    "a second optimizer beside": (
+        {
+            "loop": SECOND + "for batch in batches:\n"
+            "    optimizer.zero_grad()\n"
+            "    trireme.backward(F.cross_entropy(model(batch['x']), batch['y']))\n"
+            "    optimizer.step()\n"
+            "    second.step()\n"
+        },
+        (
+            "RuntimeError: the script's loop changed the parameter 4.weight; only the optimizer may change "
+            "parameters, because trainers do not share other changes (nn.Embedding does "
+            "it with max_norm: leave "
+            f"that out; {EMA}, docs/buffers.md; a second optimizer is a group of "
+            f"the first one, docs/habits.md)"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_ones_own_is_told_the_same(tmp_path: Path, name: str):
+    parts, message = LOOPS[name]
+    script = write_loop(tmp_path, "script_loop", **parts)
+    user = load(script)
+    with pytest.raises(TriremeError) as raised:
+        run(user, spec_for(script))
+    user.loop.close()
+    assert raised.value.message == message
