@@ -60,7 +60,7 @@ class Session:
             serious = [
                 (each["id"], each["impact"], [node["html"] for node in each["nodes"]][:3]) for each in found
             ]
-            assert serious == [], (name, scheme, width)
+            assert serious == [], (name, scheme, width, serious)
             assert await self.page.js("document.documentElement.scrollWidth <= innerWidth"), (name, width)
         await self.page.width(WIDE)
         await self.page.dark(on=False)

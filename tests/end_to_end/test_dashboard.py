@@ -23,10 +23,19 @@ import pytest
 
 from clients.write_openapi import OPENAPI
 from master_service.api.app import make_app
+from master_service.api.openapi.documentation import DOCUMENT
 from master_service.api.server import Server
 from master_service.dashboard import FILES
 from tests.end_to_end.cluster_command import script_in, up
 from tests.end_to_end.command import Command
+from tests.end_to_end.dashboard_questions import (
+    a_failure_is_told_with_its_traceback,
+    a_phone_shows_cards,
+    an_outlier_does_not_flatten_a_chart,
+    broken_script,
+    ended_jobs_say_what_became_of_them,
+    two_jobs_are_compared,
+)
 from tests.end_to_end.dashboard_session import Session, button, fact, says
 from tests.end_to_end.local_cluster import EPOCHS, RECORDS, STEPS, spec_of
 from tests.equipment.browser import CHROMIUM, Page, browser
@@ -151,10 +160,21 @@ async def in_a_cluster(session: Session) -> None:
         await page.until(f"document.querySelector('figure[data-metric=\"{name}\"]')?.dataset.points > 0")
     await page.until(f"{fact('Step')} === '{STEPS}' && {fact('Loss of the epoch')}.length > 1")
     rows = "document.querySelectorAll('[aria-label^=Evaluations] tbody tr').length"
-    await page.until(
-        f"{rows} === {(STEPS - 1) // EVALUATED_EVERY} && {says(f'The best is that of step {STEPS}')}"
-    )
+    await page.until(f"{rows} === {(STEPS - 1) // EVALUATED_EVERY + 1}")
+    row = await page.js(f"[...{BEST}.cells].map((each) => each.textContent.trim())")
+    assert (row[0], row[1], row[-1]) == ("after training", str(STEPS), "the best"), row
+    assert row[2] == await page.js(fact("mse")), row
     await session.picture("ended")
+
+    await submit(found.url, found.token, script, "other", seed=4)
+    await submit(found.url, found.token, broken_script(trireme.folder / "broken"), "broken")
+    await ended_jobs_say_what_became_of_them(session)
+    await a_phone_shows_cards(page)
+    await two_jobs_are_compared(session)
+    await a_failure_is_told_with_its_traceback(session)
+    await page.js("location.hash = '#/jobs/mine'")
+    await page.until("document.querySelector('h1')?.textContent === 'mine'")
+    await an_outlier_does_not_flatten_a_chart(page)
     await as_a_viewer(session, trireme)
     await an_evaluation_that_was_left_out(session)
     await ten_thousand_points(page)
@@ -268,15 +288,20 @@ def listens_at(process: psutil.Process, url: str) -> bool:
     return False
 
 
-async def submit(url: str, token: str, script: Path) -> None:
+async def submit(url: str, token: str, script: Path, name: str = "mine", **changes: object) -> None:
     spec = spec_of(
-        script.parents[1], trainers=2, pservers=1, evaluate_every=EVALUATED_EVERY, keep_best="mse:min"
+        script.parents[1],
+        trainers=2,
+        pservers=1,
+        evaluate_every=EVALUATED_EVERY,
+        keep_best="mse:min",
+        **changes,
     )
     settings = JobSettings.model_validate(spec.model_dump(mode="json", include=set(JobSettings.model_fields)))
     async with AsyncClient(url, token=token) as client:
         await client.create_job(
             CreateJob(
-                name="mine",
+                name=name,
                 settings=settings,
                 source=read_source(script),
                 scheduling=Scheduling(max_trainers=2),
@@ -387,7 +412,7 @@ def check_requests(page: Page) -> None:
             continue
         parts = urlsplit(url)
         origins.add(f"{parts.scheme}://{parts.netloc}")
-        if parts.path not in {*FILES, OF_THE_ONLY_JOB} and not any(
+        if parts.path not in {*FILES, DOCUMENT, OF_THE_ONLY_JOB} and not any(
             each.fullmatch(parts.path) for each in paths
         ):
             unknown.add(url)
