@@ -149,8 +149,8 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         print(str(error.details.get("traceback") or error.message).rstrip(), file=sys.stderr)  # noqa: T201
         raise SystemExit(1) from error
     except TriremeError as error:
-        told = f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else "")
-        print(without_passwords(told), file=sys.stderr)  # noqa: T201
+        why = f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else "")
+        print(without_passwords(why), file=sys.stderr)  # noqa: T201
         raise SystemExit(2 if isinstance(error, settings.UsageError) else 1) from error
     return result
 
