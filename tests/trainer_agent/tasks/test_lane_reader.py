@@ -202,7 +202,7 @@ async def test_what_a_machine_lacks_is_waited_for_and_is_never_a_tasks_failure(t
     failing, spec = FailingReader(OSError(number, "no"), 3), spec_for(write_script(tmp_path))
     task = Task(task_id="1", kind="TRAIN", attempt=1, count=2)
     monkeypatch.setattr("trainer_agent.waiting.FIRST_S", 0.001)
-    monkeypatch.setattr("trainer_agent.tasks.source.open_dataset", lambda *_: failing)
+    monkeypatch.setattr("trainer_agent.tasks.source.open_dataset", lambda *_, **__: failing)
     source = TaskSource(spec, master := WaitingMaster(), ME, at_once)
     assert len((await source.load(task)).shard) == 2
     assert failing.reads == 4

@@ -41,7 +41,7 @@ class Reader:
 
 def source_of(tmp_path, monkeypatch, *, by_columns=False) -> tuple[TaskSource, Reader]:
     reader = Reader()
-    monkeypatch.setattr(task_source, "open_dataset", lambda *_: reader)
+    monkeypatch.setattr(task_source, "open_dataset", lambda *_, **__: reader)
     spec = spec_for(write_script(tmp_path), lanes=LANES, global_batch_size=4 * LANES)
     return TaskSource(spec, None, "me", at_once, by_columns=by_columns), reader
 
