@@ -71,7 +71,7 @@ def test_a_setting_of_the_script_that_does_not_go_with_a_flag(trireme, tmp_path)
         (["--epochs", "0"], "--epochs = 0: input should be greater than or equal to 1"),
         (["--mode", "fast"], "--mode = 'fast': input should be 'sync' or 'async'"),
         (["--port", 70_000], "--port = 70000: give a whole number from 0 to 65535"),
-        (["--job", "???"], "--job = '???': string should match pattern"),
+        (["--job", "???"], "--job = '???': a job's name has lower-case letters, digits and hyphens"),
         (["--set", "colour=blue"], "no setting 'colour'"),
         (
             ["--set", "keep_checkpoints=x"],

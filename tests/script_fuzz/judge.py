@@ -3,6 +3,8 @@ the message."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tests.script_fuzz.script import Script
@@ -32,14 +34,25 @@ def judge(script: Script, part: int | None = None) -> dict[str, str]:
     for name, outcome in found.items():
         if problem := problem_of(script, outcome, expected["asynchronous" in name]):
             wrong[name] = problem
-    jobs = [outcome for name, outcome in found.items() if not name.startswith("python")]
-    if jobs and all(outcome.state is None for outcome in jobs):  # then it is refused under plain Python, too
-        wrong |= {
-            name: "trained, and every job refuses it"
-            for name, outcome in found.items()
-            if name.startswith("python") and outcome.state is not None
-        }
+    trained = [
+        name for name, outcome in found.items() if name.startswith("python") and outcome.state is not None
+    ]
+    if trained and _no_job_trains(script, found):  # then it is refused under plain Python, too
+        wrong |= dict.fromkeys(trained, "trained, and every job refuses it")
     return wrong
+
+
+def _no_job_trains(script: Script, found: Mapping[str, Outcome]) -> bool:
+    """`found`: on a part of the surfaces. The others are asked if those refuse: asynchronous jobs alone may."""
+    jobs = [outcome for name, outcome in found.items() if not name.startswith("python")]
+    if not jobs or any(outcome.state is not None for outcome in jobs):
+        return False
+    others = [
+        surface
+        for name, surface in surfaces_of(script).items()
+        if name not in found and not name.startswith("python")
+    ]
+    return all(surface(script).state is None for surface in others)
 
 
 def problem_of(script: Script, outcome: Outcome, expected: State) -> str:

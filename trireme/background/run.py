@@ -227,7 +227,8 @@ class RunResult:
     then with `reason`, `cause` and perhaps the script's `failure`. `metrics`: of the evaluation after
     training. `loss`: mean of the last epoch that was begun, `loss_by_epoch`: {"epoch", "loss"} of each.
     `exports`: kind (`safetensors`, `state_dict`, with keep_best also `best_...`) -> path or URL of the model.
-    `best`: the best evaluation, `stopped_step`: where stop_early ended training. `discarded`, `losses`: what
+    `best`: the best evaluation, `stopped_step`: where stop_early ended training. `history`: accepted changes
+    of hyperparameters, the newest last ({"number", "options", "time", "text"}). `discarded`, `losses`: what
     was not trained. `seconds`, `restarts` (by member): of all runs that resumed each other. `logs`: their
     folder."""
 
@@ -252,6 +253,7 @@ class RunResult:
     restarts: dict[str, int]
     exports: dict[str, str]
     best: dict[str, Any] | None
+    history: list[dict[str, Any]]
     stopped_step: int | None
     failure: dict[str, Any] | None
     logs: str
