@@ -19,6 +19,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 STOP_S = 45.0  # a checkpoint has 30 of them
 
 
+@pytest.fixture(autouse=True)
+def _hangups_count():
+    """Tests that were started with nohup ignore SIGHUP, and so would what they start."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @contextmanager
 def terminal():
     """(its descriptor for the program, a function that closes it for good)."""
