@@ -43,7 +43,8 @@ def judge(script: Script, part: int | None = None) -> dict[str, str]:
 
 
 def _no_job_trains(script: Script, found: Mapping[str, Outcome]) -> bool:
-    """`found`: on a part of the surfaces. The others are asked if those refuse: asynchronous jobs alone may."""
+    """`found`: on a part of the surfaces. The others are asked if those refuse: asynchronous jobs alone
+    may."""
     jobs = [outcome for name, outcome in found.items() if not name.startswith("python")]
     if not jobs or any(outcome.state is not None for outcome in jobs):
         return False
