@@ -6,8 +6,7 @@ A real etcd that syncs every write and a real leader of a cluster, each a proces
 the other places as trainers; some more trainers would be of use to each. Dashboards and viewers are in this
 process: a dashboard asks for jobs, pool and members every 2 s, each at a time of its own, and holds the
 stream of the cluster's events, a viewer holds the stream of one job's; every second one of a job that has
-ended. Once all jobs train, for
-`--seconds`:
+ended. Once all jobs train, for `--seconds`:
 
     late         by how much the leader's loop wakes too late (it sleeps for 2 ms at a time)
     schedule     a place joins `--changes` times: from its key in etcd to its assignment
@@ -37,7 +36,7 @@ from typing import Any, Self
 import aiohttp
 
 from benchmarks.dispatch import TOKEN, cpu_s, memory_mib
-from benchmarks.measurements import p99_and_max
+from benchmarks.measurements import clean_environment, p99_and_max
 from benchmarks.simulated_places import TTL_S
 from trireme.client import AsyncClient, CreateJob
 from trireme_shared.platform import etcd as etcd_client
@@ -103,7 +102,7 @@ class Cluster:
         await self._stack.aclose()
 
     async def _start_leader(self) -> None:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
+        clean = clean_environment()
         self.probe = self.folder / "probe.json"
         settings = {"TOKEN": TOKEN, "ETCD": self.embedded.url, "STORAGE": str(self.folder / "jobs")}
         settings |= {"PROBE": str(self.probe), "LOG_LEVEL": "WARNING", "MASTER_TTL_S": "30"}

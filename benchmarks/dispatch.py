@@ -34,6 +34,7 @@ from time import perf_counter
 from typing import Self
 
 from benchmarks import masterless
+from benchmarks.measurements import clean_environment
 from benchmarks.minimal_client import MinimalMaster
 from trainer_agent.tasks.master import HttpMaster
 from trireme_shared.platform import etcd as etcd_client
@@ -150,7 +151,7 @@ class Job:
         )
 
     async def _start(self, name: str, folder: Path) -> None:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
+        environment = clean_environment()
         environment |= {
             "TRIREME_TOKEN": TOKEN,
             "TRIREME_JOB": JOB,

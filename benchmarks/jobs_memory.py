@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import numpy as np
 import psutil
 
 from benchmarks.dispatch import memory_mib
+from benchmarks.measurements import clean_environment
 from trireme.client import AsyncClient, CreateJob
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.pool import cluster_folder
@@ -135,11 +135,10 @@ class Cluster:
 async def started(given: argparse.Namespace, folder: Path) -> AsyncIterator[Cluster]:
     """With all places in the pool. Raises TimeoutError."""
     counts = ["--trainers", str(given.trainers), "--pservers", str(given.pservers)]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(
             [*PYTHON_MODULE, "trireme", "up", *counts, "--data-dir", str(folder)],
-            env=clean,
+            env=clean_environment(),
             stdout=log,
             stderr=log,
         )

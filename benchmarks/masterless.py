@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.measurements import clean_environment
 from master_service.core.queue.file_table import FileTable, TableFile, TaskSizes
 from master_service.masterless.dispatcher import Dispatcher
 from trainer_agent.tasks.master import HttpMaster, MasterPort
@@ -163,8 +163,7 @@ async def measure(dispatch: Dispatch, trainers: int, requests: int, seconds: flo
                     "TRIREME_LOG_LEVEL": "ERROR",
                 }
                 # PYTHONPATH too: benchmarks.compare says there which tree is measured
-                clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
-                variables |= {"TRIREME_SPEC": f"{folder}/spec.json"} | clean
+                variables |= {"TRIREME_SPEC": f"{folder}/spec.json"} | clean_environment()
                 argv = [sys.executable, "-m", "master_service"]
                 master = await asyncio.create_subprocess_exec(*argv, env=variables)
             argv = [sys.executable, "-m", "benchmarks.masterless", dispatch, embedded.url, folder]

@@ -32,6 +32,7 @@ from typing import Any, Self
 
 from benchmarks import cluster_members
 from benchmarks.dispatch import LAYOUT, TOKEN, cpu_s, machine_cpu_s, memory_mib
+from benchmarks.measurements import clean_environment
 from trireme_shared.platform import etcd as etcd_client
 from trireme_shared.platform.etcd.embedded import EmbeddedEtcd
 from trireme_shared.platform.membership.directory import Directory
@@ -84,7 +85,7 @@ class Processes:
         await self.embedded.start()
         self.etcd = etcd_client.connect([self.embedded.url])
         self._stack.push_async_callback(self.etcd.close)
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
+        clean = clean_environment()
         settings = {"TOKEN": TOKEN, "JOB": JOB, "ETCD": self.embedded.url, "SPEC": str(folder / "spec.json")}
         log = self._stack.enter_context((folder / "master.log").open("wb"))
         self.master = await asyncio.create_subprocess_exec(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measurements import clean_environment
 from trireme.cli import chaos
 from trireme.cli.chaos import JobProbe, Receipt
 from trireme.view.child_events import read_events
@@ -195,8 +195,7 @@ def running(folder: Path, spares: int) -> Iterator[Path]:
         for word in (f"--{name}", value)
     ]
     command += [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
-    environment = clean | {"CHARLM_DATA": str(folder / "text")}
+    environment = clean_environment() | {"CHARLM_DATA": str(folder / "text")}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(list(map(str, command)), env=environment, cwd=ROOT, stdout=log, stderr=log)
         try:
