@@ -117,12 +117,11 @@ def progress(job: Job, metrics: Metrics, *, stalled: bool = False) -> JobProgres
     records_done, records_total = job.records_done, job.records_total
     rate = metrics.rate(clock.monotonic()) if job.state.stage is Stage.TRAIN and not stalled else 0.0
     left = records_total - records_done
-    last = next(reversed(metrics.epochs.values()), None)
     return JobProgress(
         epoch=training.current,
         epochs=spec.epochs,
         step=metrics.step,
-        loss=last.loss if last else None,
+        loss=metrics.loss,
         records_done=records_done,
         records_total=records_total,
         records_per_s=round(rate, 3) if rate else None,

@@ -397,7 +397,7 @@ class JobTerm:
         if term is None:
             return None
         job, metrics = term.job, self.master.metrics
-        loss = last.loss if (last := next(reversed(metrics.epochs.values()), None)) else None
+        loss = metrics.loss
         return Outcome(
             epoch=job.training.current,
             step=metrics.step,

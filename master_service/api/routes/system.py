@@ -166,10 +166,8 @@ def _samples(to: _Families, master: Master, term: Term) -> None:
     to.counter("trireme_trained_records", "records reported as trained", metrics.records)
     skipped = "records left out: their loss or gradient was not finite"
     to.counter("trireme_skipped_records", skipped, metrics.skipped)
-    if (last := next(reversed(metrics.epochs.values()), None)) is not None and last.loss is not None:
-        to.gauge(
-            "trireme_epoch_loss", "mean loss of the epoch under way, of what this master was told", last.loss
-        )
+    if (loss := metrics.loss) is not None:
+        to.gauge("trireme_epoch_loss", "mean loss of the epoch under way, of what this master was told", loss)
     missed = "asynchronous: of closed tasks, never applied at that parameter server"
     for cause, counts in (("lost", job.losses.lost), ("skipped", job.losses.skipped)):
         for index, count in counts.items():

@@ -42,6 +42,12 @@ class Metrics:
     skipped: int = 0
     moved_at: float = float("-inf")  # when records or the end of a task were last reported
 
+    @property
+    def loss(self) -> float | None:
+        """Mean of the newest epoch, of what was told of it; None: nothing was."""
+        last = next(reversed(self.epochs.values()), None)
+        return last.loss if last is not None else None
+
     def add(self, batch: MetricBatch, now: float) -> None:
         """In place. Reports of several trainers about one step add up; a whole step counts once."""
         records = 0

@@ -92,7 +92,7 @@ class _Making:
     puts: dict[Place, Assignment] = field(default_factory=dict)
     events: dict[str | Place, list[Event]] = field(default_factory=dict)
     tasks: TaskTurn = field(default_factory=TaskTurn)
-    short: Collection[str] = ()
+    short: set[str] = field(default_factory=set)
     left: int = 0  # idle trainers that no minimum needs; counted by _give_minimum
 
     def __post_init__(self) -> None:
@@ -111,11 +111,11 @@ class _Making:
         stays = [
             job for job in self.state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving
         ]
-        short = self.short = {job.job for job in stays if self._short(job)}
-        admission = admit([*stays, *tasks.ready], self.view.usable, short)
+        self.short = {job.job for job in stays if self._short(job)}
+        admission = admit([*stays, *tasks.ready], self.view.usable, self.short)
         self._preempt(admission)
         targets = self._targets(admission.running, admission.starting)
-        urgent = self.view.job_ended or bool(short) or bool(admission.starting or self.view.held_back)
+        urgent = self.view.job_ended or bool(self.short) or bool(admission.starting or self.view.held_back)
         self._release(admission.running, targets, urgent=urgent)
         started = self._give_minimum(admission)
         if started:
