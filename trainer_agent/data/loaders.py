@@ -34,6 +34,15 @@ from trireme_shared.protocol.errors import InvalidArgument
 Weights = npt.NDArray[np.float64]
 #: How many bits `seed_of` gives.
 SEED_BITS = 63
+#: Arguments that decide only how fast records are read, with their defaults: with and without processes.
+SPEEDS: Mapping[str, tuple[Any, ...]] = {
+    "num_workers": (0,),
+    "prefetch_factor": (None, 2),
+    "persistent_workers": (False,),
+    "timeout": (0,),
+    "pin_memory": (False,),
+    "in_order": (True,),
+}
 READS_BESIDE = (
     "a trainer reads its next records in threads, beside computing, and more trainers read more at once "
     "(docs/data.md#a-dataloader)"
@@ -214,16 +223,10 @@ def _reads_several(items: Any) -> Any:
 
 
 def _unused(loader: DataLoader[Any]) -> tuple[str, ...]:
-    given = {  # those that decide only how fast records are read
-        "num_workers": loader.num_workers,
-        "prefetch_factor": loader.prefetch_factor if loader.prefetch_factor != 2 else None,
-        "persistent_workers": loader.persistent_workers,
-        "timeout": loader.timeout,
-        "pin_memory": loader.pin_memory,
-        "in_order": None if getattr(loader, "in_order", True) else False,
-    }
     found = [
-        f"{name}={value}" for name, value in given.items() if value or (value is False and name == "in_order")
+        f"{name}={value}"
+        for name, defaults in SPEEDS.items()
+        if (value := getattr(loader, name, defaults[0])) not in defaults
     ]
     return (*found, *(("multiprocessing_context",) if loader.multiprocessing_context is not None else ()))
 

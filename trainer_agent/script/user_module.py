@@ -179,7 +179,7 @@ class UserModule:
             raise two_collates(name)
         own = self._own_config()
         for setting, value in taken.settings.items() if hook == "dataset" else ():
-            if own.get(setting) is not None and str(own[setting]).lower() != str(value).lower():
+            if own.get(setting) is not None and not _is_same(own[setting], value):
                 msg = (
                     f"the config of {self.path} has {setting} = {own[setting]}, and the DataLoader of {name} "
                 )
@@ -199,7 +199,7 @@ class UserModule:
                 told += [
                     f"{name} = {given[name]} was given, and wins over {value}, which {what} says"
                     for name, value in taken.settings.items()
-                    if name in given and str(given[name]).lower() != str(value).lower()
+                    if name in given and not _is_same(given[name], value)
                 ]
             else:
                 size = taken.settings["global_batch_size"]
@@ -323,6 +323,11 @@ def load(script: str | Path) -> UserModule:
 def is_loading(module: ModuleType) -> bool:
     """Whether `load` runs it just now: it is not the script of `python script.py`."""
     return module in _loading
+
+
+def _is_same(given: object, value: object) -> bool:
+    """Whether both say the same of a setting, one of them perhaps as text."""
+    return str(given).lower() == str(value).lower()
 
 
 def _has_items(found: Any) -> bool:
