@@ -360,9 +360,8 @@ def as_float(value: Any) -> float | None:
 def job_of(job: Any) -> str:
     """Raises InvalidArgument."""
     name = os.environ.get("TRIREME_JOB", "") if job is None or job == "" else job
-    if not isinstance(name, str) or (problem := name_problem(name)):
-        told = problem if isinstance(name, str) else "a job's name is a text"
-        raise InvalidArgument(f"the job is {name!r}: {told}; give it as job= or TRIREME_JOB")
+    if problem := name_problem(name) if isinstance(name, str) else "a job's name is a text":
+        raise InvalidArgument(f"the job is {name!r}: {problem}; give it as job= or TRIREME_JOB")
     try:
         return not_reserved(name)
     except ValueError as error:

@@ -118,9 +118,8 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     allow_open_files()
     try:
         user = UserModule(Path(str(script.__file__)), script)
-        sys.modules.setdefault(
-            user.path.stem, script
-        )  # else readers, which find dataset() by name, would run the script again
+        # else readers, which find dataset() by name, would run the script again
+        sys.modules.setdefault(user.path.stem, script)
         flags = {
             name: getattr(options, name)
             for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial", "init_optimizer")
@@ -183,12 +182,13 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
 
     Raises settings.UsageError, InvalidArgument, UserCodeError.
     """
-    merged = _merged(user, settings.outside_script(flags, assignments))
+    outside = settings.outside_script(flags, assignments)
+    merged = _merged(user, outside)
     seed = merged["seed"].value if "seed" in merged else JobSpec.model_fields["seed"].default
     seed = seed if isinstance(seed, int) else 0  # what is no number is refused below
     dataset = user.dataset(seed=seed)
     held_out = user.dataset("evaluation_dataset", seed) if user.has("evaluation_dataset") else None
-    merged = _merged(user, settings.outside_script(flags, assignments))  # with the settings of a DataLoader
+    merged = _merged(user, outside)  # with the settings of a DataLoader
     return _spec_of(user, merged | ONE_LANE, dataset=dataset, evaluation_dataset=held_out)
 
 
