@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.end_to_end.local_cluster import STEPS, cluster_of, completed, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import (
+    cluster_of,
+    completed,
+    completed_in_spite_of_deaths,
+    same_bits,
+    spec_of,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 QUEUE = """
@@ -47,13 +53,7 @@ async def test_a_killed_trainer_and_a_roll_back_change_no_row_of_the_queue(tmp_p
     async with cluster_of(job_in(tmp_path / "calm", trainers=1, pservers=1), tmp_path / "calm") as cluster:
         undisturbed = await completed(cluster)
     async with cluster_of(job_in(tmp_path / "killed"), tmp_path / "killed") as cluster:
-        await reach_step(cluster, STEPS // 6)
-        cluster.kill("trainer-0")
-        await reach_step(cluster, STEPS // 3)
-        cluster.kill("pserver-1")
-        found = await completed(cluster)
-        assert cluster.deaths["trainer-0"] >= 1
-        assert cluster.deaths["pserver-1"] >= 1
+        found = await completed_in_spite_of_deaths(cluster, "trainer-0", "pserver-1")
     assert same_bits(found, undisturbed)
     rows = {row.tobytes() for row in np.load(tmp_path / "calm" / "data" / "x.npy")}
     assert all(row.numpy().tobytes() in rows for row in found["queue"])

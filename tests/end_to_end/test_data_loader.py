@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.end_to_end.local_cluster import STEPS, cluster_of, completed, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import (
+    cluster_of,
+    completed,
+    completed_in_spite_of_deaths,
+    same_bits,
+    spec_of,
+)
 from tests.end_to_end.scripts import RECORDS, write_script
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records.datasets import MapStyle
@@ -91,11 +97,5 @@ async def test_killed_trainers_change_no_record_that_weights_draw(tmp_path):
     ) as cluster:
         undisturbed = await completed(cluster)
     async with cluster_of(weighted_job(tmp_path / "killed"), tmp_path / "killed") as cluster:
-        await reach_step(cluster, STEPS // 6)
-        cluster.kill("trainer-0")
-        await reach_step(cluster, STEPS // 3)
-        cluster.kill("trainer-1")
-        found = await completed(cluster)
-        assert cluster.deaths["trainer-0"] >= 1
-        assert cluster.deaths["trainer-1"] >= 1
+        found = await completed_in_spite_of_deaths(cluster, "trainer-0", "trainer-1")
     assert same_bits(found, undisturbed)

@@ -4,7 +4,7 @@ torch, without HTTP."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -146,7 +146,20 @@ async def cluster(spec: JobSpec, trainers: int = 0) -> AsyncIterator[TorchCluste
 
 async def trained(spec: JobSpec, trainers: int = 1) -> dict[str, torch.Tensor]:
     """Run a job to its end; the exported state_dict."""
-    async with cluster(spec, trainers) as made:
+    exported, _ = await trained_in(cluster, spec, trainers)
+    return exported
+
+
+async def trained_in(
+    make: Any, spec: JobSpec, trainers: int = 1, *, death_at: int | None = None
+) -> tuple[dict[str, torch.Tensor], Mapping[str, float]]:
+    """Run a job to its end in a cluster that `make` makes: the exported state_dict, and the metrics.
+    `death_at`: at this version a trainer is killed, and another one joins."""
+    async with make(spec, trainers) as made:
+        if death_at is not None:
+            await made.version(death_at)
+            await made.kill("trainer-0-x")
+            made.add_trainer("trainer-9-x")
         state = await made.ended()
         assert state.phase is Phase.COMPLETED, state
-        return made.exported()
+        return made.exported(), state.result.metrics

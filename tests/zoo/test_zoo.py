@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.end_to_end.local_cluster import cluster_of, ended, reach_step
-from tests.trainer_agent.cluster import cluster
+from tests.trainer_agent.cluster import cluster, trained_in
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.zoo.models import INDUCTOR, ZOO, Model
 from tests.zoo.training import SLOWABLE, Trained, differences, has_fallen, plainly, spec_of, write_script
@@ -32,12 +32,7 @@ LEARNING = [
 
 async def trained(spec: JobSpec, trainers: int, *, death: bool = False) -> Trained:
     """By a job in this process."""
-    async with WAYS[spec.strategy](spec, trainers) as made:
-        if death:
-            await made.version(6)
-            await made.kill("trainer-0-x")
-            made.add_trainer("trainer-9-x")
-        return outcome(await made.ended())
+    return Trained(*await trained_in(WAYS[spec.strategy], spec, trainers, death_at=6 if death else None))
 
 
 def outcome(state: JobState) -> Trained:

@@ -12,14 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.equipment.replaced import replaced
-from tests.trainer_agent.cluster import cluster
+from tests.trainer_agent.cluster import cluster, trained_in
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
 from trainer_agent.model.averages import Ema
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records import Phase
 
 BODY = """
 def body():
@@ -62,18 +61,6 @@ def written(folder):
     return write_script(folder, model=BODY + MODEL)
 
 
-async def outcome(make, spec, trainers, death=False):
-    """What was exported, and the metrics."""
-    async with make(spec, trainers) as made:
-        if death:
-            await made.version(4)
-            await made.kill("trainer-0-x")
-            made.add_trainer("trainer-9-x")
-        state = await made.ended()
-        assert state.phase is Phase.COMPLETED, state
-        return made.exported(), state.result.metrics
-
-
 def by_torch(folder, spec):
     """The names and values that a job exports, of plain PyTorch with torch's own averages."""
     script = write_script(folder, "by_torch", model=BODY, optimizer=BY_TORCH)
@@ -92,7 +79,7 @@ async def test_with_one_lane_they_have_the_bits_of_torchs_averages(tmp_path, mak
     """With those of the last step. Buffers of the module are copied."""
     script = written(tmp_path)
     spec = spec_for(script, epochs=1, **values)
-    exported, _ = await outcome(make, spec, 1)
+    exported, _ = await trained_in(make, spec)
     expected = by_torch(tmp_path, spec)
     assert sorted(exported) == sorted(expected)
     assert differing({name: exported[name] for name in expected}, expected) == []
@@ -102,7 +89,7 @@ async def test_without_following_they_have_not(tmp_path):
     script = written(tmp_path)
     spec = spec_for(script, epochs=1)
     with replaced(Ema, "follow", lambda self: None):
-        exported, _ = await outcome(cluster, spec, 1)
+        exported, _ = await trained_in(cluster, spec)
     assert "ema.module.0.weight" in differing(exported, dict.fromkeys(exported) | by_torch(tmp_path, spec))
 
 
@@ -111,7 +98,7 @@ async def test_with_four_lanes_they_do_not_depend_on_who_trains_and_are_evaluate
     for name, (make, values), trainers in (("a", WAYS[0], 1), ("b", WAYS[0], 3), ("c", WAYS[1], 2)):
         spec = spec_for(script, lanes=4, global_batch_size=16, storage=str(tmp_path / name), **values)
         spec = spec.with_fields(evaluation_dataset=spec.dataset)
-        found.append(await outcome(make, spec, trainers, death=name == "b"))
+        found.append(await trained_in(make, spec, trainers, death_at=4 if name == "b" else None))
     exported, metrics = found[0]
     assert [differing(exported, other) for other, _ in found[1:]] == [[], []]
     model = load(script).call("model")
@@ -130,7 +117,7 @@ async def test_a_step_that_is_left_out_does_not_move_them(tmp_path):
     )
     script = write_script(tmp_path, model=BODY + MODEL, loss=loss)
     spec = spec_for(script, epochs=2, on_nonfinite="skip")
-    exported, _ = await outcome(cluster, spec, 1)
+    exported, _ = await trained_in(cluster, spec)
     user = load(script)
     result = run(user, spec)
     assert result.records < spec.epochs * 60

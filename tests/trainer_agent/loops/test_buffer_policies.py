@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer_agent.cluster import cluster, trained
+from tests.trainer_agent.cluster import cluster, trained, trained_in
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.loops.test_averaged_buffers import warnings_of
 from tests.trainer_agent.own_loop.scripts import write_loop
@@ -69,23 +69,13 @@ def first_lane_rows(script, spec):
     return queue, pointer
 
 
-async def outcome(make, spec, trainers, *, death=False):
-    async with make(spec, trainers) as made:
-        if death:
-            await made.version(5)
-            await made.kill("trainer-0-x")
-            made.add_trainer("trainer-9-x")
-        state = await made.ended()
-        assert state.phase is Phase.COMPLETED, state
-        return made.exported()
-
-
 @pytest.mark.parametrize("heading", EXAMPLES)
 @pytest.mark.parametrize(("make", "values"), WAYS, ids=["pservers", "collective"])
 async def test_the_examples_have_the_bits_of_plain_pytorch_with_one_lane(tmp_path, heading, make, values):
     script = written(tmp_path, heading)
     spec = spec_for(script, epochs=1, **values)
-    assert differing(await outcome(make, spec, 1), train_plainly(script, spec)) == []
+    exported, _ = await trained_in(make, spec)
+    assert differing(exported, train_plainly(script, spec)) == []
 
 
 @pytest.mark.parametrize("heading", EXAMPLES)
@@ -100,7 +90,8 @@ async def test_the_examples_have_the_same_bits_with_four_lanes_whoever_computes_
         spec = spec_for(
             script, lanes=4, epochs=1, global_batch_size=16, storage=str(tmp_path / name), **values
         )
-        found.append(await outcome(make, spec, trainers))
+        exported, _ = await trained_in(make, spec, trainers)
+        found.append(exported)
     assert [differing(found[0], other) for other in found[1:]] == [[], []]
     assert all(bool(value.isfinite().all()) for value in found[0].values())
     if heading == "MoCo's queue":
@@ -122,7 +113,7 @@ async def test_what_follows_the_first_lane_has_its_values_alone(tmp_path, make, 
     """Also if a trainer dies, and another one computes its lanes."""
     script = write_script(tmp_path, model=INPUTS, buffers=FIRST)
     spec = spec_for(script, lanes=4, epochs=3, records_per_task=7, global_batch_size=16, **values)
-    exported = await outcome(make, spec, 3, death=make is cluster)
+    exported, _ = await trained_in(make, spec, 3, death_at=5 if make is cluster else None)
     queue, pointer = first_lane_rows(script, spec)
     assert torch.equal(exported["queue"], queue)
     assert exported["queue_ptr"] == pointer
