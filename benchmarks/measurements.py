@@ -19,7 +19,7 @@ TRAINER_MIB = 24  # of a trainer, whatever the model: records read ahead, connec
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours without TRIREME_*, for processes that are measured: their benchmark says which of these they get."""
+    """Ours without TRIREME_*, for processes that are measured: a benchmark chooses what they get of these."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
 
 
