@@ -36,7 +36,7 @@ from trireme_shared.checkpoints.start_tables import Fit, StartTable, digest_in, 
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
-from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records import JobSpec, Mode
 from trireme_shared.serving.optimizers.classes import SCALAR, kinds_of
 
 NESTED = ("state_dict", "model_state_dict", "model")  # where trainers of other frameworks put it
@@ -245,13 +245,21 @@ def load_start_state(
 ) -> None:
     """Out of the file that `init_from` names, if `init_optimizer` asks for it. Raises InvalidArgument."""
     if spec.init_optimizer and spec.init_from is not None:
-        load_training_state(model, optimizer, scheduler, read_training_state(spec.init_from), spec.init_from)
+        found, is_sync = read_training_state(spec.init_from), spec.mode is Mode.SYNC
+        load_training_state(model, optimizer, scheduler, found, spec.init_from, some=is_sync)
 
 
 def load_training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, found: TrainingState, where: str
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    found: TrainingState,
+    where: str,
+    *,
+    some: bool = False,
 ) -> None:
-    """Give both the state in `found`; tensors are moved to their parameters' device. The options of the
+    """Give both the state in `found`; tensors are moved to their parameters' device. `some`: parameters
+    without any state begin anew, if others have one: they have had no gradient yet. The options of the
     groups (learning rate, ...) stay as the script sets them, but are those of the file if there is a
     scheduler: they follow from its state. Raises InvalidArgument."""
     groups, state = _parts(found.optimizer, where)
@@ -266,9 +274,9 @@ def load_training_state(
     order = [(number, p) for number, group in enumerate(own) for p in group["params"]]
     keys = [key for group in groups for key in group["params"]]
     for index, (key, (number, parameter)) in enumerate(zip(keys, order, strict=True)):
-        if not parameter.requires_grad:
-            continue
         values = {name: value for name, value in state.get(key, {}).items() if value is not None}
+        if not values and (not parameter.requires_grad or (some and any(state.values()))):
+            continue
         taken[index] = {name: _tensor(name, value, kinds[number]) for name, value in values.items()}
         if problem := _problem(parameter, taken[index], kinds[number]):
             problems.append(f"{names.get(id(parameter), '?')} {problem}")

@@ -43,7 +43,7 @@ from trainer_agent.model.averages import averages_of
 from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
-from trainer_agent.model.flat import checked_model, plan, trained_parameters
+from trainer_agent.model.flat import checked_model, plan
 from trainer_agent.model.gradient_tree import (
     GradientClipper,
     LeftOutError,
@@ -55,6 +55,7 @@ from trainer_agent.model.metric_objects import MetricObjects
 from trainer_agent.model.minibatch import BackwardGuard, checked_loss, means_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
+from trainer_agent.model.watch.freezing import FrozenParameters, on_gradient
 from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
@@ -226,33 +227,32 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     policies, averages = policies_of(model, user.buffers), averages_of(model)
     for average in averages:  # as every version that is loaded in a job
         average.follow()
-    # refuses what no job can train
-    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count, policies=policies)
+    laid_out = plan(  # refuses what no job can train
+        model, optimizer, spec.block_bytes, spec.slot_count, policies=policies, thaws=user.loop is None
+    )
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
     schedule = Schedule(scheduler, spec, user.guard)
     load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
-    trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
-    without = MissingGradients(laid_out)
+    named, guard = dict(model.named_parameters()), BackwardGuard(user)
+    trained = {place.name: named[place.name] for place in laid_out.parameters}
+    parameters, without = list(trained.values()), MissingGradients(laid_out)
+    freezing = FrozenParameters(laid_out, parameters, thaws=user.loop is None)
     modes = Modes(model, own_loop=user.loop is not None)
     if modes.notice:
         report(modes.notice)
     clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
-    unshared = UnsharedState(model, laid_out, optimizer, steps_elsewhere=False)
+    unshared = UnsharedState(model, laid_out, optimizer, user, steps_elsewhere=False)
 
-    def on_gradient(parameter: torch.Tensor) -> None:
+    def made(parameter: torch.Tensor) -> None:
         guard.permit()
-        if (
-            parameter.grad is not None and parameter.grad.is_sparse
-        ):  # as a trainer does: to clip and to step any optimizer
+        # as a trainer does: to clip and to step any optimizer
+        if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
 
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-        for parameter in trained.values()
-    ]
+    hooks = [on_gradient(parameter, made) for parameter in parameters]
     result = PlainResult(model, optimizer, tables)
     changed = report if spec.changed_files == "report" else None
     reader = user.reader_of(spec.dataset, spec.seed, changed)
@@ -278,6 +278,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
             schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             modes.set_training()
+            freezing.begin()
             if user.loop is None:  # else the script does it
                 optimizer.zero_grad()
             keeps = spec.on_nonfinite == "skip" or user.loop is not None  # the minibatch may be left out
@@ -294,6 +295,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 if modes.left and result.steps == 0:
                     report(modes.left)
                 to_report = guard.reported(loss).detach().clone()
+                freezing.forward_over(loss)
                 stepped = guard.run(loss)
                 unshared.check(user)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)
@@ -302,16 +304,19 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
             )
             if error is None:
                 if spec.clip_lane_norm is not None:
-                    nn.utils.clip_grad_norm_(trained.values(), spec.clip_lane_norm)
-                without.minibatch([trained[place.name].grad is not None for place in laid_out.parameters])
+                    nn.utils.clip_grad_norm_(parameters, spec.clip_lane_norm)
+                had = [parameter.grad is not None for parameter in parameters]
+                freezing.backward_over(user, had)
+                without.minibatch(had, freezing.indices)
                 for told in without.told():
                     report(f"warning: {told}")
-                for parameter in trained.values():
-                    if parameter.grad is None:  # a job steps it all the same
+                for index, parameter in enumerate(parameters):
+                    if not had[index] and index not in freezing.indices:  # a job steps it all the same
                         parameter.grad = torch.zeros_like(parameter)
                 if clipper is not None:
-                    clipper.clip([parameter.grad for parameter in trained.values()])
+                    clipper.clip([parameter.grad for parameter in parameters])
                 user.guard(optimizer.step)
+                freezing.next_step()
                 tables.step(rows)
                 for average in averages:
                     average.follow()

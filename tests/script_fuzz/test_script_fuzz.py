@@ -93,7 +93,7 @@ def test_every_mutation_is_in_what_is_drawn():
         (UnsharedState, "change", lambda _: "", "a parameter clamped in forward"),
         (OptimizerWatch, "change", lambda _: "", "a rate changed in the loss"),
         (flat, "check_has_not_begun", lambda *_: None, "an optimizer that has stepped"),
-        (MissingGradients, "minibatch", lambda *_: None, "a layer that nobody uses, with decay"),
+        (MissingGradients, "minibatch", lambda *_: None, "a layer that is used now and then"),
         (flat.nn.Module, "modules", lambda _: iter(()), "expanded buffer"),
     ],
 )

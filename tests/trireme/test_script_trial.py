@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.equipment.forked import clean_environment
 from tests.trainer_agent.cluster import trained
-from tests.trainer_agent.scripts import differing, spec_for, write_script
+from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
 from trireme.preflight import ScriptError, inspect
@@ -145,13 +144,32 @@ UNUSED = """
 ADAMW = "def optimizer(model):\n    return torch.optim.AdamW(model.parameters(), lr=0.1)\n"
 
 
-async def test_a_parameter_without_a_gradient_is_stepped_as_a_job_steps_it_and_told(tmp_path: Path) -> None:
-    """It was left alone here, and a job with one lane decayed it: other bits, and no word of it."""
+async def test_a_parameter_that_nothing_uses_is_left_alone_here_and_in_a_job(tmp_path: Path) -> None:
     path, told = write_script(tmp_path, model=UNUSED, optimizer=ADAMW), list[str]()
-    spec, first = spec_for(path), load(path).call("model").unused.weight.clone()
+    spec = spec_for(path)
     alone = run(load(path), spec, told.append)
     assert differing(await trained(spec), dict(alone.model.state_dict())) == []
-    assert not torch.equal(alone.model.unused.weight, first)
+    assert differing(train_plainly(path, spec), dict(alone.model.state_dict())) == []
+    assert not any("no gradient" in line for line in told)
+
+
+LAST = "return self.used(x) + (self.unused(x) if self.training and next(self.calls) < 2 else 0)"
+COUNTED = UNUSED.replace("return self.used(x)", LAST).replace(
+    "nn.Linear(5, 3)\n", "nn.Linear(5, 3)\n            self.calls = itertools.count()\n"
+)
+
+
+async def test_a_parameter_that_is_not_used_any_more_is_stepped_as_a_job_steps_it_and_told(
+    tmp_path: Path,
+) -> None:
+    """It was left alone here, and a job with one lane decayed it: other bits, and no word of it."""
+    path, told = (
+        write_script(tmp_path, model="    import itertools\n" + COUNTED, optimizer=ADAMW),
+        list[str](),
+    )
+    spec = spec_for(path)
+    alone = run(load(path), spec, told.append)
+    assert differing(await trained(spec), dict(alone.model.state_dict())) == []
     assert sum("the parameters unused.weight, unused.bias got no gradient" in line for line in told) == 1
 
 

@@ -24,13 +24,20 @@ from trireme_shared.blocks.buffers import DTYPES, bytes_of, tensor_over
 from trireme_shared.blocks.gradient_norm import Clipping, norm_of, squares_of
 from trireme_shared.protocol.errors import BadFrame
 from trireme_shared.protocol.records.layout import Block, Layout
-from trireme_shared.protocol.records.step import LanePosition, StepRecord
+from trireme_shared.protocol.records.step import LanePosition, ParameterNumbers, StepRecord, numbers_in
+from trireme_shared.serving.core.freezing import (
+    BEGUN,
+    Freezing,
+    block_numbers,
+    block_optimizer,
+    numbers_of,
+    shapes_of,
+)
 from trireme_shared.serving.core.geometry import ParameterParts
 from trireme_shared.serving.core.optimizers import (
     BlockOptimizer,
     Options,
     arguments,
-    block_optimizer,
     options_of,
 )
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS, SCALAR, kinds_of
@@ -134,7 +141,7 @@ class Replica:
         options = (
             [options_of(each) for each in record.lane_zero.options] if record.lane_zero is not None else []
         )
-        self._optimizer.step(gradients, factor, options)
+        self._optimizer.step(gradients, factor, options, record.left_alone)
         for block in self._buffers:
             self._put(block, gradients[block.number])
         self.stepped = record
@@ -240,10 +247,17 @@ class ReplicaOptimizer(Protocol):
 
     `state(block)`: the tensors, not copies, by name."""
 
-    def step(self, gradients: Gradients, factor: float | None, options: list[Options]) -> None:
+    def step(
+        self,
+        gradients: Gradients,
+        factor: float | None,
+        options: list[Options],
+        frozen: ParameterNumbers = (),
+    ) -> None:
         """Values of the compute's current vectors, stepped, into its staging vectors. `gradients[block]`:
         only read; None: there is none. `factor`: what gradients are multiplied by; None: this step is left
-        out. `options`: of each group; []: as at first."""
+        out. `options`: of each group; []: as at first. `frozen`: the numbers of the parameters that stay as
+        they are."""
         ...
 
     def state(self, block: int) -> dict[str, torch.Tensor]: ...
@@ -273,6 +287,7 @@ class EachBlock:
         self._blocks = _of_parameters(compute)
         self._groups = [segment.group for segment in layout.segments]
         chosen, parts, name = _arguments(compute), ParameterParts(layout), layout.optimizer.name
+        self._freezing = Freezing(parts)
         self._optimizers = {
             block.number: block_optimizer(
                 name, chosen[block.segment], _staging(compute, block), parts.of(block)
@@ -280,13 +295,20 @@ class EachBlock:
             for block in self._blocks
         }
 
-    def step(self, gradients: Gradients, factor: float | None, options: list[Options]) -> None:
+    def step(
+        self,
+        gradients: Gradients,
+        factor: float | None,
+        options: list[Options],
+        frozen: ParameterNumbers = (),
+    ) -> None:
         for block in self._blocks:
             gradient, optimizer = gradients[block.number], self._optimizers[block.number]
             if gradient is None or factor is None:
                 self._compute.keep(block.number)
                 continue
             own = options[self._groups[block.segment]] if options else {}
+            own = self._freezing.options(block, own, frozen)
             if factor != 1.0:
                 gradient = gradient * factor
             elif not optimizer.only_reads(own):
@@ -307,8 +329,9 @@ class EachBlock:
 
 class EachParameter:
     """State of the shape of parameters lies in one vector for each segment, so blocks and parameters are
-    views of it. A number beside it (`step`) is kept for each parameter; a block has that of its first one,
-    since all of them are stepped equally often."""
+    views of it. A number beside it (`step`) is kept for each parameter; a block has one as long as all of its
+    parameters are stepped equally often, and then one of each (see
+    trireme_shared.serving.core.freezing)."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute, layout = compute, compute.layout
@@ -342,14 +365,23 @@ class EachParameter:
                 state[name] = vector[place.first : place.first + place.elements]
         return state
 
-    def step(self, gradients: Gradients, factor: float | None, options: list[Options]) -> None:
+    def step(
+        self,
+        gradients: Gradients,
+        factor: float | None,
+        options: list[Options],
+        frozen: ParameterNumbers = (),
+    ) -> None:
         for number in self._blocks:
             self._compute.keep(number)  # also what lies between parameters
-        if factor is None or any(gradients[number] is None for number in self._blocks):
+        if factor is None:
             return
+        left = set(numbers_in(frozen))
         current = {number: _current(self._compute, block) for number, block in self._blocks.items()}
         staging = {number: _staging(self._compute, block) for number, block in self._blocks.items()}
         for place, optimizer in zip(self._places, self._optimizers, strict=True):
+            if place.number in left or not place.all_in(gradients):
+                continue
             values, gradient = place.gathered(current), place.gathered(gradients)
             if factor != 1.0:
                 gradient.mul_(factor)
@@ -364,37 +396,47 @@ class EachParameter:
     def state(self, block: int) -> dict[str, torch.Tensor]:
         if (place := self._blocks.get(block)) is None or not self._of_block[block]:
             return {}
-        found = {}
-        for name, value in self._of_block[block][0].state().items():
-            vector = self._vectors.get((place.segment, name))
-            found[name] = value if vector is None else vector[place.first : place.first + place.elements]
-        return found
+        end = place.first + place.elements
+        found = {
+            name: vector[place.first : end]
+            for (segment, name), vector in self._vectors.items()
+            if segment == place.segment
+        }
+        return {**found, **block_numbers([each.state() for each in self._of_block[block]])}
 
     def load(self, block: int, state: Mapping[str, torch.Tensor]) -> None:
-        own = self.state(block)
-        if {name: value.shape for name, value in own.items()} != {
-            name: value.shape for name, value in state.items()
-        }:
+        own, optimizers = self.state(block), self._of_block.get(block, [])
+        numbers = [numbers_of(state, place) for place in range(len(optimizers))]
+        if shapes_of(own) != shapes_of(state) or None in numbers:
             msg = f"block {block} comes with the state {_shapes(state)}: its optimizer has {_shapes(own)}"
             raise BadFrame(msg)
         for name, value in state.items():
-            self._write(block, name, value)
+            if value.dim():
+                own[name].copy_(value)
+        for optimizer, found in zip(optimizers, numbers, strict=True):
+            for name, value in (found or {}).items():
+                optimizer.state()[name].copy_(value)
 
     def add_state(self, block: int, name: str, payload: memoryview) -> bool:
-        like = self.state(block).get(name)
-        if like is None or payload.nbytes != like.nbytes:
+        kind, _, place = name.partition(".")
+        optimizers = self._of_block.get(block, [])
+        if place and not (place.isdecimal() and int(place) < len(optimizers)):
+            return False
+        if kind == BEGUN:
+            return bool(place)
+        chosen = [optimizers[int(place)]] if place else optimizers
+        own = self.state(block)
+        like = own.get(kind) if kind in own else chosen[0].state().get(kind) if chosen else None
+        if like is None or payload.nbytes != like.nbytes or (place and like.dim()):
             return False
         value = torch.empty_like(like)
         bytes_of(value.reshape(-1))[:] = payload.cast("B")
-        self._write(block, name, value)
-        return True
-
-    def _write(self, block: int, name: str, value: torch.Tensor) -> None:
         if value.dim():
-            self.state(block)[name].copy_(value)
+            own[kind].copy_(value)
         else:
-            for optimizer in self._of_block[block]:
-                optimizer.state()[name].copy_(value)
+            for optimizer in chosen:
+                optimizer.state()[kind].copy_(value)
+        return True
 
 
 class Gathered:
@@ -403,6 +445,7 @@ class Gathered:
 
     def __init__(self, place: Place, blocks: Sequence[Block]) -> None:
         self.segment, self.first, self.elements = place.segment, place.first, place.elements
+        self.number = place.number
         end = place.first + place.elements
         self.parts = [
             (

@@ -39,7 +39,7 @@ from trainer_agent.data_plane.step_exchange import found
 from trainer_agent.loops.context import LoopContext, RolledBack, on_timeline, timeline_of
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.lane_pusher import LanePusher, LaneWork, Step
-from trainer_agent.model.compute import BeforeStep
+from trainer_agent.model.compute import BeforeStep, lanes_differ
 from trainer_agent.model.schedule import advance
 from trainer_agent.tasks.activity import Held, LanePace
 from trainer_agent.tasks.lane_reader import LaneReaders, Portion, is_due, portion_of
@@ -48,7 +48,15 @@ from trainer_agent.waiting import SingleErrorGroup, backoff_s
 from trireme_shared.checkpoints.schedule import is_final
 from trireme_shared.platform.runtime import clock, ids, telemetry
 from trireme_shared.platform.runtime.clock import event_within
-from trireme_shared.protocol.errors import DeadlineExceeded, Gone, StaleGeneration, StepTorn, TriremeError
+from trireme_shared.protocol.errors import (
+    DeadlineExceeded,
+    FrozenDiffer,
+    Gone,
+    InvalidArgument,
+    StaleGeneration,
+    StepTorn,
+    TriremeError,
+)
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.step import LanePosition, LaneZero, StepRecord
 from trireme_shared.protocol.wire.messages import PushHeader
@@ -116,8 +124,13 @@ class SyncLoop:
             version = joined
             while self._joiner.may_go_on(version):
                 await self._evaluator.between_steps(version)
-                if self._joiner.may_go_on(version):  # it may have waited
+                if not self._joiner.may_go_on(version):  # it may have waited
+                    return
+                try:
                     version = await self._step(version)
+                except FrozenDiffer as error:
+                    told = lanes_differ(self._compute.places, int(error.details["parameter"]))
+                    raise InvalidArgument(told, step=version.version) from error
 
     async def _step(self, version: StepRecord) -> StepRecord:
         """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed,
@@ -283,7 +296,8 @@ class Joiner:
             request = self._directory.checkpoint_request or self._exchange.checkpoint_again()
             generation = self._exchange.fleet.generation
             asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
-            before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
+            plateau = self._evaluator.plateau_value(version)
+            before = BeforeStep(ends_epoch(version.positions), plateau, version=version)
             begun = self._compute.begin_step(before)
             change = self._spec.options_change
             self._lane_zero = step, begun.with_fields(asked=asked, options_change=change)

@@ -300,6 +300,11 @@ def check_layout(mine: Layout, job: Layout) -> None:
         )
     if mine.segments != job.segments:
         differences.append(f"segments ({_sizes(mine)}, the job has {_sizes(job)})")
+    if mine.frozen != job.frozen and mine.sizes == job.sizes:
+        differences.append(
+            "what requires a gradient at first (without are the parameters number "
+            f"{_told(mine.frozen)}, of the job {_told(job.frozen)})"
+        )
     if mine.block_bytes != job.block_bytes:
         differences.append(f"block_bytes ({mine.block_bytes}, the job has {job.block_bytes})")
     if mine.tables != job.tables:
@@ -348,6 +353,10 @@ def _different_constants(mine: Layout, job: Layout) -> str:
         if ours.get(name) != theirs.get(name)
     ]
     return ", ".join(found[:SHOWN]) + (f", and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+
+
+def _told(numbers: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{first} to {last - 1}" for first, last in numbers) or "none"
 
 
 def _sizes(layout: Layout) -> str:

@@ -20,7 +20,7 @@ from trireme_shared.protocol.records import StepMetrics
 from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.metric_states import Sum
-from trireme_shared.protocol.records.step import LaneZero, NodeResult
+from trireme_shared.protocol.records.step import LaneZero, NodeResult, ParameterNumbers, StepRecord
 from trireme_shared.protocol.records.tasks import MetricValue
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from trireme_shared.tables.memory import Floats
 
 Records = Sequence[Mapping[str, Any]]
+LANES_DIFFER = (
+    "lanes of one step differ in whether the parameter {name} requires a gradient; all of them train the "
+    "same parameters: let requires_grad_ in loss(model, batch) depend on what lanes share, such as an int64 "
+    "buffer that loss counts up (each lane begins a step with the same value), not on records or on a "
+    "counter of the process; or set lanes=1"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +45,13 @@ class BeforeStep:
     """What happened between a step and the one before it, as far as schedules follow it. `epoch_ended`: it is
     the first step of an epoch behind another one. `metric`: the value of plateau_metric in the evaluation
     whose result takes effect here (NaN: it had none that is finite); None: no result does. `is_own` False:
-    others make the step, so only the scheduler goes on, in a tenth of the time."""
+    others make the step, so only the scheduler goes on, in a tenth of the time. `version`: the one that the
+    step goes on from; None: the first one."""
 
     epoch_ended: bool = False
     metric: float | None = None
     is_own: bool = True
+    version: StepRecord | None = None
 
 
 NOTHING_BEFORE = BeforeStep()
@@ -53,13 +61,16 @@ NOTHING_BEFORE = BeforeStep()
 class LaneResult:
     """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out,
     because the loss or a gradient was not finite. `metrics`: what the script reported with
-    `trireme.log_metrics`. `warnings`: what the user should hear, each once."""
+    `trireme.log_metrics`. `warnings`: what the user should hear, each once. `frozen`,
+    `unused`: see NodeResult."""
 
     loss_sum: float
     records: int
     skipped: int = 0
     metrics: Mapping[str, Logged] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    frozen: ParameterNumbers | None = None
+    unused: ParameterNumbers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,15 @@ def node_result(result: LaneResult) -> NodeResult:
         records=result.records,
         skipped=result.skipped,
         metrics={name: (v.total, v.weight, v.least, v.most) for name, v in result.metrics.items()},
+        frozen=result.frozen,
+        unused=result.unused,
     )
+
+
+def lanes_differ(places: Sequence[Place], number: int) -> str:
+    """A sentence about the parameter with that number."""
+    name = next((place.name for place in places if place.number == number), f"number {number}")
+    return LANES_DIFFER.format(name=name)
 
 
 class BlockSink(Protocol):

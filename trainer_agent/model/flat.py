@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -29,6 +29,7 @@ from trainer_agent.model.devices import HOST, is_host
 from trainer_agent.model.optimizer import check_has_not_begun, spec_of
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.lanes import intervals
 from trireme_shared.protocol.records.job_choices import Transported
 from trireme_shared.protocol.records.layout import (
     ALIGNMENT_BYTES,
@@ -52,7 +53,8 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One parameter or buffer: `elements` of segment `segment` from `first`."""
+    """One parameter or buffer: `elements` of segment `segment` from `first`. `number`: of a parameter, in the
+    layout (see Layout.sizes)."""
 
     name: str
     segment: int
@@ -60,6 +62,7 @@ class Place:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     elements: int
+    number: int = -1
 
 
 @dataclass(frozen=True)
@@ -209,12 +212,17 @@ def plan(
     slot_count: int,
     device: str = "",
     policies: Mapping[str, Policy] | None = None,
+    *,
+    numbered: bool = True,
+    thaws: bool = True,
 ) -> Plan:
     """The layout of `model` under `optimizer`. `policies`: of buffers by name. Raises InvalidArgument for
     what cannot be laid out.
 
-    Constants stay in the trainer: parameters without gradient or optimizer group, and buffers that are
-    neither floating-point nor int64.
+    Constants stay in the trainer: parameters without optimizer group, and buffers that are neither
+    floating-point nor int64. `numbered`: steps may leave parameters alone, see Layout.sizes. `thaws`:
+    parameters may begin and cease to require a gradient while the model is trained, so those that are frozen
+    at first have a place, too (unless they share memory with another tensor); else they are constants.
     """
     spec, policies = spec_of(optimizer), policies or {}
     group_of = groups_of(optimizer)
@@ -226,9 +234,11 @@ def plan(
             f"the optimizer holds {len(foreign)} parameters that are not the model's",
             hint="optimizer(model) must use model.parameters()",
         )
-    trained = trained_parameters(model, optimizer)
-    check_storage(model, trained)
-    if not trained:
+    trained = trained_parameters(model, optimizer, thaws=thaws)
+    check_storage(model, {name: each for name, each in trained.items() if each.requires_grad})
+    for name in {name for name, _, _ in _shared_storage(model, trained)}:
+        del trained[name]  # it is frozen, and stays a constant
+    if not any(parameter.requires_grad for parameter in trained.values()):
         raise InvalidArgument(
             "the model has no parameter to train", hint="give the optimizer parameters that require gradients"
         )
@@ -249,16 +259,32 @@ def plan(
         for name, b in buffers.items()
     ]
     tensors = tensors_of(model, group_of, policies)
+    segments = builder.segments(spec)
+    sizes = builder.sizes if numbered else ()
+    parameter_places = _numbered(parameter_places, sizes)
+    frozen = {place.number for place in parameter_places if not trained[place.name].requires_grad}
     layout = Layout(
-        segments=builder.segments(spec),
+        segments=segments,
         block_bytes=block_bytes,
         digest=digest(tensors),
         unordered=digest(sorted(tensors, key=str)),
         optimizer=spec,
         slot_count=slot_count,
         device=device,
+        sizes=sizes,
+        frozen=tuple(intervals(sorted(frozen))),
     )
     return Plan(layout, tuple(parameter_places), tuple(buffer_places), policies)
+
+
+def _numbered(places: list[Place], sizes: Sequence[Sequence[int]]) -> list[Place]:
+    """With the numbers that they have in the layout, through all segments."""
+    following = list(accumulate((len(each) for each in sizes), initial=0))
+    found = []
+    for place in places if sizes else ():
+        found.append(replace(place, number=following[place.segment]))
+        following[place.segment] += 1
+    return found or places
 
 
 def digest(tensors: list[list[Any]]) -> str:
@@ -303,10 +329,23 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
-def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer steps, by name, in the model's order."""
+def trained_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, thaws: bool = True
+) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer steps, by name, in the model's order. `thaws`: with those that
+    require no gradient yet."""
     group_of = groups_of(optimizer)
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in group_of}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if id(p) in group_of and (p.requires_grad or (thaws and _may_thaw(p)))
+    }
+
+
+def _may_thaw(parameter: nn.Parameter) -> bool:
+    """Whether it can require a gradient, and be laid out."""
+    is_known = not nn.parameter.is_lazy(parameter) and parameter.dtype in _NAMES
+    return is_known and parameter.is_floating_point()
 
 
 class _Builder:
@@ -323,6 +362,11 @@ class _Builder:
         self._sizes.setdefault(kind, []).append(tensor.numel())
         number = list(self._filled).index(kind)
         return Place(name, number, first, tuple(tensor.shape), dense_stride(tensor), tensor.numel())
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """See Layout.sizes."""
+        return tuple(tuple(self._sizes[kind]) if kind.kind == "param" else () for kind in self._filled)
 
     def segments(self, optimizer: OptimizerSpec) -> tuple[Segment, ...]:
         return tuple(
@@ -401,26 +445,32 @@ def check_storage(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None
 
         b.weight = a.weight                  one parameter, which two modules have: trained once
         b.weight.data = a.weight.data        two parameters in one memory: refused"""
-    for name, parameter in trained.items():
+    for _, problem, hint in _shared_storage(model, trained):
+        raise InvalidArgument(problem, hint=hint)
+
+
+def _shared_storage(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, str, str]]:
+    """(name, problem, what to do) of each of `parameters` that shares memory."""
+    for name, parameter in parameters.items():
         if not nn.parameter.is_lazy(parameter) and _overlaps_itself(parameter):
-            raise InvalidArgument(
+            problem = (
                 f"elements of the parameter {name} share memory (shape {tuple(parameter.shape)}, "
-                f"strides {parameter.stride()})",
-                hint="make it of a tensor with memory of its own: nn.Parameter(values.clone())",
+                f"strides {parameter.stride()})"
             )
+            yield name, problem, "make it of a tensor with memory of its own: nn.Parameter(values.clone())"
     places: dict[int, list[tuple[str, str, torch.Tensor]]] = defaultdict(list)
     for kind, name, tensor in _tensors(model):
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             places[tensor.untyped_storage().data_ptr()].append((kind, name, tensor))
     for members in places.values():
         for number, (_, name, tensor) in enumerate(members):
-            if name not in trained or tensor is not trained[name]:
+            if name not in parameters or tensor is not parameters[name]:
                 continue
             others = (member for k, member in enumerate(members) if k != number and _share(tensor, member[2]))
             for kind, other, _ in others:
-                raise InvalidArgument(
-                    f"the parameter {name} shares memory with the {kind} {other}", hint=_HINTS[kind]
-                )
+                yield name, f"the parameter {name} shares memory with the {kind} {other}", _HINTS[kind]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

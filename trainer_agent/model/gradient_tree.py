@@ -112,6 +112,8 @@ class GradientTree:
             add_changes if rules.counts and s.kind == "buffer" else mean_of(s.kind) for s in segments
         ]
         self._piece_means = [self._means[number] for number in piece_segments]
+        #: blocks of the last lane whose parameters all require no gradient: nothing is sent of them
+        self.idle: set[int] = set()
         self._buffer_blocks = [block for block in plan.blocks if segments[block.segment].kind != "param"]
         self._counts = rules.counts
         self._unchanged: dict[int, set[int]] = {}  # by slot: blocks of buffers that forward left as they were
@@ -232,7 +234,7 @@ class GradientTree:
             self.look(slot, block)
         if self.broken:
             return
-        if self._is_unchanged(block):
+        if block in self.idle or self._is_unchanged(block):
             self._unsent[self._node].add(block)
         else:
             self._combine(block)
@@ -267,16 +269,12 @@ class GradientTree:
         if self._limit is not None:
             clip(self._plan, self.slots[result], self._limit, any_norm=self._any_norm)
         self._send_buffers.put_all(result, self.slots[result])
-        self._unsent[self._node] = {
-            block.number for block in self._buffer_blocks if self._is_unchanged(block.number)
-        }
+        self._unsent[self._node] = self._unsent_of_all()
         self._all_done()
 
     def _finish_blocks(self, result: int, limit: float) -> None:
         """All blocks of the node, once it is clipped."""
-        self._unsent[self._node] = {
-            block.number for block in self._buffer_blocks if self._is_unchanged(block.number)
-        }
+        self._unsent[self._node] = self._unsent_of_all()
         numbers = [block.number for block in self._plan.blocks]
         for block in numbers:
             if block not in self._unsent[self._node]:
@@ -286,6 +284,9 @@ class GradientTree:
             if block not in self._unsent[self._node]:
                 self._put(result, block)
         self._all_done()
+
+    def _unsent_of_all(self) -> set[int]:
+        return self.idle | {block.number for block in self._buffer_blocks if self._is_unchanged(block.number)}
 
     def _all_done(self) -> None:
         assert self._sink is not None

@@ -26,6 +26,7 @@ from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.flat import LiveBuffers, Plan, Vector
 from trainer_agent.model.gradient_tree import LeftOutError, check_gradients, check_loss
 from trainer_agent.model.metric_objects import MetricObjects
+from trainer_agent.model.watch.freezing import FrozenParameters, on_gradient, thaws
 from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, UserCode, evaluating
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedState, digest
@@ -49,6 +50,7 @@ DOUBLE = (
     "which no checkpoint has: set it back to torch.float32, and give dtype=torch.float64 where it "
     "is needed; or use strategy = parameter_server"
 )
+WENT_ON = "backward went on with a gradient that was finished; use checkpoint(..., use_reentrant=False)"
 OWN_BACKWARD = (
     "the script calls backward() itself; {instead} (for gradients that the loss needs, use "
     "torch.autograd.grad)"
@@ -73,7 +75,9 @@ class MinibatchRunner:
         self._device, self._clip_norm = parameters[0].device, spec.clip_lane_norm
         self._finite = spec.on_nonfinite != "ignore"
         self._forward = partial(autocast, spec.precision, self._device)
-        self._unshared, self._without = UnsharedState(model, plan, optimizer), MissingGradients(plan)
+        self._unshared, self._without = UnsharedState(model, plan, optimizer, user), MissingGradients(plan)
+        #: which parameters the step leaves as they are
+        self.freezing = FrozenParameters(plan, parameters, thaws=thaws(plan, user))
         self._steps_here = spec.strategy is Strategy.COLLECTIVE
         self._lanes = spec.lanes if spec.mode is Mode.SYNC else spec.push_every
         self.averaged = AveragedBuffers(model, plan, self._lanes)
@@ -100,9 +104,7 @@ class MinibatchRunner:
                 self._members[block] += 1
         self._made = [0] * len(parameters)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(self._on_gradient, index)
-            )
+            on_gradient(parameter, partial(self._on_gradient, index))
             for index, parameter in enumerate(parameters)
         ]
         # hooks that the script may add later are in the same dicts
@@ -133,10 +135,12 @@ class MinibatchRunner:
         gradients: Vector,
         sink: BlockSink | None,
         ready: Ready | None = None,
+        idle: set[int] | None = None,
     ) -> float:
         """Forward and backward from the parameters and buffers in `current`. The gradients and the changed
         buffers are written to `gradients`; the result is loss x records. `ready`: of these records and this
-        seed.
+        seed. `idle`: in place, the blocks of which no parameter requires a gradient; known when the first
+        block is done.
 
         `sink.done(block)` is called while backward runs, for each block whose gradients are all there, if
         that can be known: right after the block was written. Raises NonFiniteError; LeftOutError if the
@@ -151,6 +155,7 @@ class MinibatchRunner:
             self._between_passes(current)
         self._bind(gradients)
         self.buffers.load(current)
+        self.freezing.begin()
         seed_everything(seed)
         self.modes.set_training()
         with collected() as self.logged:
@@ -173,6 +178,12 @@ class MinibatchRunner:
         if self._user.loop is not None:
             loss_to_report = loss_to_report.clone()
         self._takes_at_end = self._user.loop is not None or self._has_later_hooks()
+        if self.freezing.forward_over(loss):
+            self._missing = None  # only after backward it is known which of the parameters had a gradient
+        if idle is not None:
+            idle.clear()
+            idle.update(self.freezing.idle_blocks())
+        self._leave_alone()
         stepped = self._guard.run(loss)
         self._unshared.check(self._user)  # hooks run in backward, and a loop goes on to its step
         if not stepped:
@@ -182,7 +193,9 @@ class MinibatchRunner:
         else:
             self._check_kept()
         self._check_made()
-        self._without.minibatch(self._made)
+        if self.freezing.backward_over(self._user, self._made) and self._missing is not None:
+            raise self._user.error_of(RuntimeError(WENT_ON), fatal=True)
+        self._without.minibatch(self._made, self.freezing.indices)
         self._missing = None
         for view, made in zip(self.gradient_views, self._made, strict=True):
             if not made:
@@ -385,6 +398,12 @@ class MinibatchRunner:
             target.copy_(source)
             self._count((block,))
 
+    def _leave_alone(self) -> None:
+        """Nobody waits for gradients of such parameters: blocks that have no others are done."""
+        for index in self.freezing.indices if self._missing is not None else ():
+            self.gradient_views[index].zero_()
+            self._count(self._blocks_of[index])
+
     def _count(self, blocks: Sequence[int]) -> None:
         """A gradient in each of the blocks is there."""
         if self._missing is None or self._sink is None:
@@ -399,10 +418,7 @@ class MinibatchRunner:
         The first backward finds out, and finishes nothing early."""
         in_parts = max(self._made) > 1
         if in_parts and self._missing is not None:
-            message = (
-                "backward went on with a gradient that was finished; use checkpoint(..., use_reentrant=False)"
-            )
-            raise self._user.error_of(RuntimeError(message))
+            raise self._user.error_of(RuntimeError(WENT_ON))
         if self._missing is None:
             self._may_overlap = self._clip_norm is None and not in_parts
 

@@ -97,11 +97,18 @@ class TorchCompute:
         self.model = model.to(self._device)
         optimizers_without_compiler()
         self.optimizer = optimizers.for_job(drawing(spec.seed, user.call, "optimizer", self.model), spec)
-        has_lanes = spec.mode is Mode.SYNC
-        averages_of(self.model, has_lanes=has_lanes)  # refuses those that would not follow
-        policies = policies_of(self.model, user.buffers, has_lanes=has_lanes)
+        is_sync = spec.mode is Mode.SYNC
+        averages_of(self.model, has_lanes=is_sync)  # refuses those that would not follow
+        policies = policies_of(self.model, user.buffers, has_lanes=is_sync)
+        sizes, thaws = (spec.block_bytes, spec.slot_count), is_sync and user.loop is None
         laid_out = plan(
-            self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type, policies
+            self.model,
+            self.optimizer,
+            *sizes,
+            self._device.type,
+            policies,
+            numbered=is_sync,
+            thaws=thaws,
         )
         self.tables = TrainedTables(self.model, spec)
         layout = laid_out.layout.with_fields(
@@ -133,6 +140,8 @@ class TorchCompute:
             self.send_buffers = SendBuffers(
                 self.plan, self._device, spec.gradient_dtype, feedback=feedback, shared=shared
             )
+        # native exchange reduces all blocks of all trainers alike
+        self._leaves_out = spec.exchange != "native"
         self._finite, self._skips = spec.on_nonfinite != "ignore", spec.on_nonfinite == "skip"
         # synchronous: parameter servers clip the mean over all lanes
         self._limit = spec.clip_grad_norm if spec.mode is Mode.ASYNC else None
@@ -207,8 +216,10 @@ class TorchCompute:
         return self._staging_memory[block]
 
     def keep(self, block: int) -> None:
-        if self._on_host or block in self._staged:
+        if block in self._staged:
             self._staging.blocks[block].copy_(self._current.blocks[block])
+            if self._on_host:
+                self._staged.discard(block)
 
     def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None:
         self._staged.add(block)
@@ -229,6 +240,7 @@ class TorchCompute:
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         self._initial_states = None
         self.minibatch.averaged.version(self._current)
+        self.minibatch.freezing.begin_step(before.version)
         self._schedule.before_step(before)
         options = optimizers.numeric_options(self.optimizer) if before.is_own else ()
         self._schedule.after_step()
@@ -328,7 +340,14 @@ class TorchCompute:
     def result(self) -> LaneResult:
         if self._result is not None:
             return self._result
-        return LaneResult(self.minibatch.loss_sum, self._records, 0, self.minibatch.logged)
+        minibatch, freezing = self.minibatch, self.minibatch.freezing
+        return LaneResult(
+            minibatch.loss_sum,
+            self._records,
+            metrics=minibatch.logged,
+            frozen=freezing.frozen,
+            unused=freezing.unused,
+        )
 
     def _backward(
         self, slot: int, records: Records, seed: int, ready: Ready | None, *, overlaps: bool
@@ -337,9 +356,8 @@ class TorchCompute:
         sink = self.tree if overlaps else self.tree.lane(slot)
         vector = self.tree.vector(slot)
         with self.tables.minibatch(self.minibatch.permit):
-            self.minibatch.backward(
-                records, seed, self._current, vector, sink if self._on_host else None, ready
-            )
+            of_host, idle = sink if self._on_host else None, self.tree.idle if self._leaves_out else None
+            self.minibatch.backward(records, seed, self._current, vector, of_host, ready, idle)
         try:
             of_rows = self.tables.end_lane(len(records), self.minibatch.row_factor)
         except InvalidArgument as error:

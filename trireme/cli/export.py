@@ -89,8 +89,7 @@ async def _write_model(
         compute = TorchCompute(load(spec.script), on_cpu, executor, initial=manifest.layout.initial)
         check_layout(compute.layout, manifest.layout)
         states = BlockStates(compute.plan, compute.model, compute.optimizer) if optimizer else None
-        memory = states.memory() if states is not None else {}
-        stored.read_values(spec.storage, ref, manifest, compute.staging, memory)
+        stored.read_values(spec.storage, ref, manifest, compute.staging, states)
         compute.swap()
         exports = await compute.export(directory)
         if states is not None:

@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeVar
 
 from pydantic import ValidationError
 
@@ -221,21 +221,33 @@ def read_part(
     return found
 
 
+class StatesRead(Protocol):
+    """Where the state of an optimizer is read to."""
+
+    def into(self, block: int, name: str) -> memoryview | None:
+        """Memory for a tensor of a block's state, writable; None: it is not wanted."""
+        ...
+
+    def lacking(self) -> tuple[int, str] | None:
+        """Once all is read: block and name of a tensor that did not come and is needed."""
+        ...
+
+
 def read_values(
     storage_url: str,
     ref: CheckpointRef,
     manifest: Manifest,
     memory: Callable[[int], memoryview],
-    states: Mapping[tuple[int, str], memoryview] | None = None,
+    states: StatesRead | None = None,
 ) -> None:
     """The values of every block into `memory(block)`, and of the optimizer's state what `states` has memory
-    for, by block and name. Raises as `read_part`, also if some of `states` is not there."""
-    missing, wanted = {block.number for block in manifest.layout.blocks()}, dict(states or {})
+    for. Raises as `read_part`, also if something that `states` needs is not there."""
+    missing = {block.number for block in manifest.layout.blocks()}
 
     def place(entry: tensor_file.Entry) -> memoryview | None:
         _, number, state = [*entry.name.split(".", 2), "", ""][:3]
         if state and number.isdecimal():
-            into = wanted.pop((int(number), state), None)
+            into = states.into(int(number), state) if states is not None else None
             if into is not None and into.nbytes != math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]:
                 unusable(
                     ref,
@@ -252,8 +264,8 @@ def read_values(
         read_part(storage_url, ref, part, place)
     if missing:
         unusable(ref, f"it lacks {len(missing)} blocks, the first is {min(missing)}")
-    if wanted:
-        block, name = min(wanted)
+    if states is not None and (lacking := states.lacking()) is not None:
+        block, name = lacking
         unusable(
             ref,
             f"it has no state of the optimizer ({name} of block {block}): before the first step there is "

@@ -115,6 +115,13 @@ class StepTorn(CallerError):
     code, status = "STEP_TORN", 409
 
 
+class FrozenDiffer(InvalidArgument):
+    """Two lanes of a step differ in whether a parameter requires a gradient; the job ends. `details`:
+    parameter (its number in the layout), step."""
+
+    code, status = "FROZEN_DIFFER", 409
+
+
 class StaleGeneration(CallerError):
     """The membership has changed: read lanes and addresses again."""
 

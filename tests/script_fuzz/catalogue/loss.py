@@ -196,7 +196,6 @@ LOSS = [
     Mutation("gradients forgotten in the loss", loss="model.zero_grad()"),
     Mutation(
         "unfrozen at a step",
-        ("late.weight", "late.bias", "requires_grad"),
         init="self.late = nn.Linear(8, 8)",
         forward="h = self.late(h)",
         build="m.late.requires_grad_(False)",
@@ -204,7 +203,6 @@ LOSS = [
     ),
     Mutation(
         "frozen at a step",
-        ("soon.weight", "soon.bias", "requires_grad"),
         init="self.soon = nn.Linear(8, 8)",
         forward="h = self.soon(h)",
         loss=waits(

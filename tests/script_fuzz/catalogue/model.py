@@ -260,7 +260,6 @@ MODEL = [
     ),
     Mutation(
         "a layer that nobody uses, with decay",
-        ("unused1",),
         init="self.unused1 = nn.Linear(8, 8)",
         optimizer="torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)",
     ),

@@ -227,6 +227,10 @@ def test_a_model_whose_parts_are_in_another_order_is_told_so_with_what_to_do(tmp
     assert "PYTHONHASHSEED (it is 7 here)" in raised.value.hint
 
 
+REQUIRED = """
+    def optimizer(model):
+        return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+"""
 CONSTANTS = """
     import numpy as np, random, os
     class Net(nn.Module):
@@ -246,7 +250,7 @@ CONSTANTS = """
 
 
 def test_constants_that_draw_from_any_seeded_generator_are_the_same_in_every_trainer(tmp_path):
-    script = write_script(tmp_path, model=CONSTANTS.format(more=""))
+    script = write_script(tmp_path, model=CONSTANTS.format(more=""), optimizer=REQUIRED)
     np.random.seed(1)  # noqa: NPY002
     job = layout_of(script)
     np.random.seed(2)  # noqa: NPY002
@@ -265,7 +269,7 @@ def test_constants_that_draw_from_any_seeded_generator_are_the_same_in_every_tra
     ],
 )
 def test_constants_of_ones_own_are_refused_by_name_with_both_values(tmp_path, monkeypatch, more, name):
-    script = write_script(tmp_path, model=CONSTANTS.format(more=more))
+    script = write_script(tmp_path, model=CONSTANTS.format(more=more), optimizer=REQUIRED)
     layouts = []
     for place in "01":
         monkeypatch.setenv("PLACE", place)
@@ -289,7 +293,11 @@ def test_very_many_constants_are_compared_in_runs(tmp_path):
             return nn.ModuleList([frozen, nn.Linear(5, 3)])
     """
     mine, job = (
-        layout_of(write_script(tmp_path, name=f"many_{value}", model=model.format(number=70, value=value)))
+        layout_of(
+            write_script(
+                tmp_path, f"many_{value}", model=model.format(number=70, value=value), optimizer=REQUIRED
+            )
+        )
         for value in (1, 2)
     )
     assert len(mine.constants) <= MOST_CONSTANTS
@@ -304,7 +312,7 @@ async def test_a_trainer_with_other_constants_is_turned_away_before_it_trains(
     tmp_path, monkeypatch, strategy
 ):
     more = "with torch.no_grad(): self.features.weight.mul_(float(os.environ['PLACE']))"
-    script = write_script(tmp_path, model=CONSTANTS.format(more=more))
+    script = write_script(tmp_path, model=CONSTANTS.format(more=more), optimizer=REQUIRED)
     monkeypatch.setenv("PLACE", "1")
     spec = spec_for(script, lanes=2, strategy=strategy, pservers=0 if strategy is Strategy.COLLECTIVE else 1)
     make = collective if strategy is Strategy.COLLECTIVE else cluster

@@ -85,7 +85,7 @@ def test_segments_follow_dtype_and_group_and_what_is_not_trained_stays_home(buil
     kinds = [(s.kind, s.dtype, s.elements, s.group) for s in compute.layout.segments]
     assert kinds == [
         ("param", "bfloat16", 32 + 3, 0),
-        ("param", "float32", 16 + 3, 0),
+        ("param", "float32", 16 + 16 + 16 + 3, 0),
         ("buffer", "int64", 1, -1),
         ("buffer", "float32", 3, -1),
     ]

@@ -24,6 +24,7 @@ MODEL = (
     "    return nn.Sequential(nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 3))\n"
 )
 FROZEN = MODEL.replace("return", "net =") + "    net[0].requires_grad_(False)\n    return net\n"
+REST = "def optimizer(model):\n    return torch.optim.SGD(model[1:].parameters(), lr=0.1, momentum=0.9)\n"
 
 
 def other_values(script: Path) -> dict[str, torch.Tensor]:
@@ -57,7 +58,7 @@ async def test_one_lane_has_the_bits_of_plain_training(tmp_path, model, name):
 
 async def test_a_trainer_that_comes_later_needs_no_file(tmp_path):
     """Without the copy it would have other frozen parameters."""
-    script = write_script(tmp_path, model=FROZEN)
+    script = write_script(tmp_path, model=FROZEN, optimizer=REST)
     spec = spec_for(script, init_from=saved(script))
     user = load(script)
     digest = start_values(user.call("model"), spec).digest
@@ -74,7 +75,7 @@ async def test_a_trainer_that_comes_later_needs_no_file(tmp_path):
 
 
 async def test_a_file_that_changes_while_the_job_begins_is_noticed(tmp_path):
-    script = write_script(tmp_path, model=FROZEN)
+    script = write_script(tmp_path, model=FROZEN, optimizer=REST)
     spec = spec_for(script, init_from=saved(script))
     async with cluster(spec) as made:
         made.add_trainer("trainer-0-x")

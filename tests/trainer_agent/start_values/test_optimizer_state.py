@@ -131,10 +131,22 @@ def test_a_state_that_does_not_fit_is_refused_with_what_differs(tmp_path):
     assert "0.weight has momentum_buffer of shape [3], [24, 5] is needed" in refusal(
         script, saved(script, optimizer=found)
     )
-    found["state"].pop(0)
+    for state in found["state"].values():
+        state.clear()
     assert "0.weight has no state, momentum_buffer is needed" in refusal(
         script, saved(script, optimizer=found)
     )
+
+
+def test_a_parameter_that_had_no_gradient_has_no_state_and_asynchronous_jobs_refuse_it(tmp_path):
+    """What synchronous jobs do is in model/test_freezing.py."""
+    script = written(tmp_path, "torch.optim.Adam(model.parameters())")
+    found = torch.load(saved(script), weights_only=True)["optimizer"]
+    found["state"].pop(0)
+    spec = spec_for(script, init_from=saved(script, optimizer=found), init_optimizer=True, mode="async")
+    with ThreadPoolExecutor(1) as executor, pytest.raises(InvalidArgument) as caught:
+        TorchCompute(load(script), spec, executor)
+    assert "0.weight has no state, exp_avg, exp_avg_sq, step is needed" in caught.value.message
 
 
 def test_other_ways_to_save_it_are_understood(tmp_path):

@@ -406,4 +406,4 @@ class CatchingUp:
             options = [options_of(each) for each in zero.options] if zero is not None else []
             for piece in list(self._pieces.values()):
                 if piece.version + 1 == version:
-                    piece.step(step.gradients, self._factors[version], options)
+                    piece.step(step.gradients, self._factors[version], options, step.record.left_alone)

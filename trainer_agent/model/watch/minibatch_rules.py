@@ -7,12 +7,12 @@ Modes               functions          before each minibatch model.train(), then
                                        model() left in evaluation mode
                     a loop of its own  the script sets them; an evaluation puts back what it finds
 MissingGradients    plain PyTorch leaves a parameter without a gradient alone, a job steps it with a gradient
-                    of 0
+                    of 0 once it has had one (asynchronous jobs: always)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,11 @@ NO_GRADIENT = (
     "leaves a parameter without a gradient alone, if no other minibatch of the step has one). If "
     "nothing uses {it}, leave {it} out of the "
     "optimizer, or call requires_grad_(False) in model()"
+)
+LATE_GRADIENT = (
+    "{names} got a first gradient after steps that took 0 in its place, so what the optimizer counts and "
+    "keeps of {it} began with the first step; in plain PyTorch, and in synchronous jobs as long as no loss "
+    "depends on {it}, it begins with the first gradient"
 )
 
 
@@ -157,8 +162,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 class MissingGradients:
     """Notices trained parameters that get no gradient in a minibatch. A job steps them with a gradient of 0,
-    since another lane may have one; where that moves them, the user hears of it. `minibatch` after each
-    backward. `warnings` are taken by `told`: each parameter is in one of them at most."""
+    since another lane may have one; where that shows in their values, the user hears of it. `minibatch` after
+    each backward. `warnings` are taken by `told`: each parameter is in one of them at most."""
 
     def __init__(self, plan: Plan) -> None:
         spec = plan.layout.optimizer
@@ -169,16 +174,24 @@ class MissingGradients:
         ]
         self._decays = [bool(each.get("weight_decay")) for each in options]
         self._remembers = [spec.name != "SGD" or bool(each.get("momentum")) for each in options]
+        # a zero gradient is kept as if there was none, but for counters of steps and a dampened momentum
+        self._counts = [spec.name != "SGD" or bool(each.get("dampening")) for each in options]
         self._had = [False] * len(self._names)
+        self._replaced: set[int] = set()  # stepped without a gradient before they had one
         self._told: set[str] = set()
         self._warnings: list[str] = []
         self._count = 0
 
-    def minibatch(self, made: Sequence[int]) -> None:
-        """`made[i]`: how many gradients parameter i of the plan got."""
+    def minibatch(self, made: Sequence[int], left: Collection[int] = ()) -> None:
+        """`made[i]`: how many gradients parameter i of the plan got. `left`: the parameters that nobody steps
+        for want of this lane's gradient."""
+        if late := [index for index in sorted(self._replaced) if made[index]]:
+            self._replaced.difference_update(late)
+            self._tell([self._names[index] for index in late if self._counts[index]], LATE_GRADIENT)
         if all(made):
             self._had = [True] * len(made)
             return
+        lacking = [not count and index not in left for index, count in enumerate(made)]
         for moving, cause in (
             (self._decays, "weight decay"),
             (
@@ -186,11 +199,9 @@ class MissingGradients:
                 "what the optimizer has kept",
             ),
         ):
-            found = zip(self._names, moving, made, strict=True)
-            self._tell(
-                [name for name, moves, count in found if moves and not count and name not in self._told],
-                cause,
-            )
+            found = zip(self._names, moving, lacking, strict=True)
+            self._tell([name for name, moves, lacks in found if moves and lacks], NO_GRADIENT, cause)
+        self._replaced.update(index for index, lacks in enumerate(lacking) if lacks and not self._had[index])
         self._had = [had or bool(count) for had, count in zip(self._had, made, strict=True)]
 
     def told(self) -> tuple[str, ...]:
@@ -198,7 +209,8 @@ class MissingGradients:
         told, self._warnings = tuple(self._warnings), []
         return told
 
-    def _tell(self, names: list[str], cause: str) -> None:
+    def _tell(self, names: list[str], sentence: str, cause: str = "") -> None:
+        names = [name for name in names if name not in self._told]
         self._told |= set(names)
         if not names or self._count == MOST_WARNINGS:
             return
@@ -206,5 +218,5 @@ class MissingGradients:
         more = f" and {len(names) - NAMED_PARAMETERS} more" if len(names) > NAMED_PARAMETERS else ""
         listed = f"the parameter{'s' if len(names) > 1 else ''} {', '.join(names[:NAMED_PARAMETERS])}{more}"
         self._warnings.append(
-            NO_GRADIENT.format(names=listed, cause=cause, it="them" if len(names) > 1 else "it")
+            sentence.format(names=listed, cause=cause, it="them" if len(names) > 1 else "it")
         )

@@ -28,6 +28,7 @@ from torch import nn
 
 from trainer_agent.model.flat import Plan, Vector, dense_stride
 from trainer_agent.model.optimizer import OptimizerWatch
+from trainer_agent.model.watch.freezing import thaws
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trireme_shared.blocks.buffer_mean import bits_of, is_statistic
 from trireme_shared.protocol.records.layout import MOST_CONSTANTS, Constant
@@ -35,10 +36,21 @@ from trireme_shared.protocol.records.layout import MOST_CONSTANTS, Constant
 Sampled = tuple[torch.Tensor, ...] | list[int]
 THAWED = (
     "changed requires_grad of the parameter {name}: it was {before} when training began, and now "
-    "it is {now}; a job trains the same parameters "
-    "from its first step to its last: set requires_grad in model() (or before trireme.prepare), "
-    "and train what thaws or freezes later in a second "
-    "job that begins with this one's model (--init-from)"
+    "it is {now}; {why}, or train what thaws or freezes later in a second job that begins with this one's "
+    "model (--init-from)"
+)
+OWN_LOOP_THAWS = (
+    "a script with a loop of its own trains the same parameters from its first step to its last: set "
+    "requires_grad before trireme.prepare, or write it as functions: loss(model, batch) may call "
+    "requires_grad_"
+)
+ASYNC_THAWS = (
+    "an asynchronous job trains the same parameters from its first step to its last: set requires_grad in "
+    "model(), or use mode sync"
+)
+NOBODY_STEPS = (
+    "nobody would step it, because the optimizer does not hold it (or it shares memory with another tensor): "
+    "give it to the optimizer, which leaves it as it is as long as it requires no gradient"
 )
 MODEL_CHANGED = (
     "changed the model: {what} since training began; a job lays its parameters out once: change the "
@@ -52,7 +64,7 @@ PARAMETER = (
     "docs/habits.md)"
 )
 FROZEN = (
-    "changed the parameter {name}, which the optimizer does not hold; trainers do not share such changes: "
+    "changed the parameter {name}, which is not trained; trainers do not share such changes: "
     "make it a floating-point buffer (register_buffer), which they share; averages of parameters are "
     "trireme.nn.Ema(module, decay) (docs/buffers.md); those of a second optimizer are a "
     "group of the first one (docs/habits.md)"
@@ -83,7 +95,13 @@ class UnsharedState:
     parameters takes a few milliseconds."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer, *, steps_elsewhere: bool = True
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        user: UserCode,
+        *,
+        steps_elsewhere: bool = True,
     ) -> None:
         self._optimizer = OptimizerWatch(optimizer, elsewhere=steps_elsewhere)
         self._trained = {place.name for place in plan.parameters}
@@ -103,7 +121,7 @@ class UnsharedState:
         self._sampled: Sampled = []
         self._vector: Vector | None = None
         self._frozen: dict[str, int] = {}  # digests of those that nobody steps, at the first look
-        self._kept = KeptModel(model)
+        self._kept = KeptModel(model, plan, user)
         self._writes: list[int] = []
         self._addresses: list[int] = []
         self._words: list[torch.Tensor] = []  # of each parameter, if this minibatch is looked at
@@ -192,7 +210,8 @@ class UnsharedState:
         )
 
     def _of_parameter(self, name: str) -> str:
-        return (PARAMETER if name in self._trained else FROZEN).format(name=name)
+        required = self._parameters[self._names.index(name)].requires_grad
+        return (PARAMETER if name in self._trained and required else FROZEN).format(name=name)
 
 
 def _writes(parameters: list[nn.Parameter]) -> list[int]:
@@ -270,13 +289,16 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
 
 class KeptModel:
     """The model as it was laid out: which parameters, buffers and modules it has, and which parameters are
-    trained. A job lays parameters out once, before training; what the script changes of the model afterwards
-    would be trained by nobody, or by one trainer."""
+    trained, as far as that must stay so (see FrozenParameters). A job lays parameters out once, before
+    training; what the script changes of the model afterwards would be trained by nobody, or by one trainer.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, user: UserCode) -> None:
         self._model = model
-        named = dict(model.named_parameters())
+        free = {place.name for place in plan.parameters} if thaws(plan, user) else set()
+        named = {name: each for name, each in model.named_parameters() if name not in free}
         self._names, self._tensors = list(named), list(named.values())
+        self._why = OWN_LOOP_THAWS if user.loop is not None else NOBODY_STEPS if free else ASYNC_THAWS
         self._trained = _trained(self._tensors)
         self._parameters = _parameters(model)
         self._buffers = dict.fromkeys(name for name, _ in model.named_buffers())
@@ -289,7 +311,7 @@ class KeptModel:
         if trained != self._trained:
             name = next(compress(self._names, map(ne, trained, self._trained)))
             before = self._trained[self._names.index(name)]
-            return THAWED.format(name=name, before=before, now=not before)
+            return THAWED.format(name=name, before=before, now=not before, why=self._why)
         return self._structure() if fully else ""
 
     def _structure(self) -> str:

@@ -236,6 +236,11 @@ class Layout(Record):
     unordered: str = ""
     #: What the trainers' own constants are, in the order of the model. None: not known.
     constants: tuple[Constant, ...] | None = Field(default=None, max_length=MOST_CONSTANTS)
+    #: By segment: how many elements each of its parameters has, in order. A parameter's number counts through
+    # all segments. (): not known, or no parameter is ever frozen (asynchronous jobs).
+    sizes: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = ()
+    #: The numbers of parameters that require no gradient at first, as intervals [first, last).
+    frozen: tuple[tuple[int, int], ...] = ()
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -11,12 +11,13 @@ The tree fixes the order of additions, as it does for gradients: who computed wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from pydantic import Field
 
-from trireme_shared.protocol.lanes import Interval
+from trireme_shared.protocol.lanes import Interval, intervals
 from trireme_shared.protocol.metrics import MOST_NAMES
 from trireme_shared.protocol.records.record import Record
 
@@ -68,7 +69,11 @@ Sums = tuple[float, float, float, float]
 """Of one name: the sum of the values, how much they weigh, the smallest and the largest."""
 
 
-class NodeResult(Record):
+ParameterNumbers = tuple[Interval, ...]
+"""Parameters by their numbers in the layout, as intervals [first, last) that ascend."""
+
+
+class LaneSums(Record):
     """Of some lanes of a step: loss x records, records, records left out because they were not finite, and
     what was logged."""
 
@@ -78,7 +83,18 @@ class NodeResult(Record):
     metrics: dict[str, Sums] = Field(default_factory=dict)
 
 
-class StepResult(NodeResult):
+class NodeResult(LaneSums):
+    """Of some lanes of a step, as it is pushed: with the parameters that it leaves as they are."""
+
+    #: The parameters that had no gradient in the step, because they required none. None: not known, as of
+    # lanes without records.
+    frozen: ParameterNumbers | None = None
+    #: The parameters that have had no gradient yet, or none since they began to require one. None: see
+    # `frozen`.
+    unused: ParameterNumbers | None = None
+
+
+class StepResult(LaneSums):
     """Of all lanes of a step. `lr`: learning rate of each group in it. `grad_norm`: of its whole gradient, if
     that is known. What is not finite is left out."""
 
@@ -101,10 +117,26 @@ class StepRecord(Record):
     result: StepResult | None = None
     results: tuple[StepResult, ...] = ()
     schedules: tuple[LaneZero, ...] = ()
+    #: Which parameters were left as they were in the step that made this version, see NodeResult. None: no
+    # lane has told it until now, so it is as at first.
+    frozen: ParameterNumbers | None = None
+    unused: ParameterNumbers | None = None
+
+    @property
+    def left_alone(self) -> ParameterNumbers:
+        """The parameters that the step which made this version has left as they were."""
+        if not self.unused:
+            return self.frozen or ()
+        return tuple(intervals(sorted({*numbers_in(self.frozen or ()), *numbers_in(self.unused)})))
 
     @property
     def asked(self) -> CheckpointAsked | None:
         return self.lane_zero.asked if self.lane_zero is not None else None
+
+
+def numbers_in(numbers: ParameterNumbers) -> Iterator[int]:
+    """One by one, ascending."""
+    return chain.from_iterable(range(*each) for each in numbers)
 
 
 def joined(left: NodeResult, right: NodeResult) -> NodeResult:
@@ -115,7 +147,19 @@ def joined(left: NodeResult, right: NodeResult) -> NodeResult:
         records=left.records + right.records,
         skipped=left.skipped + right.skipped,
         metrics={name: _added(left.metrics.get(name), right.metrics.get(name)) for name in names},
+        frozen=right.frozen if left.frozen is None else left.frozen,
+        unused=unused_in((left, right)),
     )
+
+
+def unused_in(results: Iterable[NodeResult]) -> ParameterNumbers | None:
+    """The parameters that are unused in all lanes of these results; None: no lane had records."""
+    found: set[int] | None = None
+    for result in results:
+        if result.records:
+            own = set(numbers_in(result.unused or ()))
+            found = own if found is None else found & own
+    return None if found is None else tuple(intervals(sorted(found)))
 
 
 def _added(left: Sums | None, right: Sums | None) -> Sums:

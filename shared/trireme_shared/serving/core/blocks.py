@@ -273,6 +273,11 @@ class BlockState:
         """Whether it is no parameter: no optimizer steps it."""
         return self._optimizer is None
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether its values are parameters, which are stepped here."""
+        return self._optimizer is not None
+
     def is_empty_at(self, version: int | None) -> bool:  # noqa: ARG002
         """Whether it has no values at `version`: only where blocks are of gradients, and the step had no
         data."""

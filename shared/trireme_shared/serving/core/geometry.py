@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 
 from trireme_shared.protocol.errors import InvalidArgument, TooLarge
@@ -14,6 +15,7 @@ from trireme_shared.protocol.records.layout import (
     OptimizerSpec,
     Segment,
 )
+from trireme_shared.protocol.records.step import ParameterNumbers
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS
 
 MAX_BLOCKS = 1 << 20
@@ -43,7 +45,6 @@ class Geometry:
             if segment.kind == "param" and segment.dtype == "int64":
                 msg = f"segment {index} holds int64 parameters: integers have no gradients, make them buffers"
                 raise InvalidArgument(msg)
-            _check_parameters(index, segment)
             self._firsts.append(self.blocks)
             step = layout.block_bytes // ELEMENT_BYTES[segment.dtype]
             self.blocks += -(-segment.elements // step)
@@ -66,13 +67,13 @@ class Geometry:
         return Block(number, index, first, min(step, segment.elements - first), segment.dtype)
 
     def parts(self, block: Block) -> Parts:
-        """Of its parameters, if steps depend on them."""
+        """Of its parameters, if their sizes are known."""
         return self._parts.of(block)
 
 
-def _check_parameters(index: int, segment: Segment) -> None:
+def check_parameters(index: int, segment: Segment, sizes: Sequence[int]) -> None:
     """Raises InvalidArgument: the sizes of its parameters do not fill it."""
-    grain, sizes = ALIGNMENT_BYTES // ELEMENT_BYTES[segment.dtype], segment.parameters
+    grain = ALIGNMENT_BYTES // ELEMENT_BYTES[segment.dtype]
     filled = sum(-(-size // grain) * grain for size in sizes[:-1]) + sum(sizes[-1:])
     if sizes and filled != segment.elements:
         msg = f"the {len(sizes)} parameters of segment {index} take {filled} elements of {segment.elements}"
@@ -96,19 +97,54 @@ def is_narrow(dtype: str) -> bool:
 
 
 class ParameterParts:
-    """Of the segments that tell the sizes of their parameters."""
+    """Of the segments that tell the sizes of their parameters. Raises InvalidArgument: they do not fill
+    them."""
 
     def __init__(self, layout: Layout) -> None:
         self._firsts: list[list[int]] = []
-        self._sizes = [segment.parameters for segment in layout.segments]
-        for segment in layout.segments:
+        self._is_numbered = bool(layout.sizes)
+        told = layout.sizes or ((),) * len(layout.segments)
+        if len(told) != len(layout.segments):
+            msg = f"sizes of the parameters of {len(told)} segments: the layout has {len(layout.segments)}"
+            raise InvalidArgument(msg)
+        segments = list(zip(layout.segments, told, strict=True))
+        self._sizes = [sizes or segment.parameters for segment, sizes in segments]
+        #: the number of each segment's first parameter
+        self._offsets = list(accumulate((len(sizes) for sizes in self._sizes), initial=0))
+        for number, (segment, sizes) in enumerate(zip(layout.segments, self._sizes, strict=True)):
+            check_parameters(number, segment, sizes)
             grain = ALIGNMENT_BYTES // ELEMENT_BYTES[segment.dtype]
             self._firsts.append(
-                list(accumulate((-(-size // grain) * grain for size in segment.parameters), initial=0))[:-1]
+                list(accumulate((-(-size // grain) * grain for size in sizes), initial=0))[:-1]
             )
 
     def of(self, block: Block) -> Parts:
-        """() if its steps do not depend on them."""
+        """() if the sizes of its parameters are not known."""
+        return tuple(part for _, part in self._numbered(block))
+
+    def numbers_in(self, block: Block) -> list[int]:
+        """Of the parameters in `of(block)`."""
+        return [number for number, _ in self._numbered(block)]
+
+    def frozen_in(self, block: Block, numbers: ParameterNumbers) -> tuple[int, ...]:
+        """The places in `of(block)` of the parameters with these numbers. Raises InvalidArgument: the layout
+        is of an earlier version, and does not tell where its parameters are."""
+        if not numbers:
+            return ()
+        if not self._is_numbered:
+            raise InvalidArgument(
+                "a parameter requires no gradient any more, and the layout of this job does not say where "
+                "its parameters lie: it is of an earlier version of Trireme",
+                hint="start a new job, with the last model: --init-from",
+            )
+        return tuple(
+            place
+            for place, number in enumerate(self.numbers_in(block))
+            if any(first <= number < last for first, last in numbers)
+        )
+
+    def _numbered(self, block: Block) -> list[tuple[int, tuple[int, int]]]:
+        """The number and the part of each parameter in the block."""
         firsts, sizes, end = (
             self._firsts[block.segment],
             self._sizes[block.segment],
@@ -120,8 +156,8 @@ class ParameterParts:
                 break
             first, last = max(firsts[number], block.first), min(firsts[number] + sizes[number], end)
             if first < last:
-                found.append((first - block.first, last - first))
-        return tuple(found)
+                found.append((self._offsets[block.segment] + number, (first - block.first, last - first)))
+        return found
 
 
 def ends_of(parts: Parts, elements: int, element_bytes: int) -> Parts:

@@ -13,15 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trireme_shared.protocol.errors import FrozenDiffer
 from trireme_shared.protocol.lanes import Interval
 from trireme_shared.protocol.records.step import (
     LanePosition,
     LaneZero,
     NodeResult,
+    ParameterNumbers,
     StepRecord,
     StepResult,
+    numbers_in,
     result_of,
     step_result,
+    unused_in,
 )
 from trireme_shared.protocol.wire.messages import HandedHistory, HandedNotes, PushHeader
 
@@ -31,6 +35,19 @@ MOST_RESULTS, MOST_VALUES = 1024, 16_384
 RESULTS_AT_ONCE, VALUES_AT_ONCE = 256, 512  # of an answer
 
 Positions = Mapping[int, LanePosition]
+UNKNOWN: tuple[int, int, ParameterNumbers] = (-1, 0, ())
+
+
+def check_frozen(step: int, one: ParameterNumbers, other: ParameterNumbers) -> None:
+    """`one`, `other`: of two lanes, the parameters that are frozen in the step. Raises FrozenDiffer: both
+    lanes must say the same."""
+    if one != other:
+        first = min(set(numbers_in(one)) ^ set(numbers_in(other)))
+        raise FrozenDiffer(
+            f"lanes differ in whether parameter number {first} requires a gradient in step {step}",
+            parameter=first,
+            step=step,
+        )
 
 
 @dataclass(slots=True)
@@ -121,6 +138,8 @@ class History:
         self._notes: dict[int, Notes] = {}
         self._first: dict[int, dict[int, str]] = {}  # by step, of the steps of `_records`
         self.claims = 0
+        #: of a step, by how many results it is known (-1: by its record): what it leaves alone
+        self._left_alone = UNKNOWN
 
     def __repr__(self) -> str:
         return f"<History of versions {sorted(self._records)}, notes of steps {sorted(self._notes)}>"
@@ -129,7 +148,10 @@ class History:
         self, header: PushHeader, positions: Positions, lanes: Interval, result: NodeResult | None = None
     ) -> None:
         """A block takes data of these lanes: the header's positions and lane 0's state hold for step
-        `header.step` from now on, and so does the lanes' result."""
+        `header.step` from now on, and so does the lanes' result. Raises FrozenDiffer."""
+        known = self._frozen(header.step)
+        if result is not None and result.frozen is not None and known is not None:
+            check_frozen(header.step, result.frozen, known)
         if header.step + 1 in self._records:
             return
         notes = self._notes.setdefault(header.step, Notes())
@@ -182,6 +204,32 @@ class History:
         record = self._records.get(step + 1)
         return record.lane_zero if record else None
 
+    def frozen(self, step: int) -> ParameterNumbers:
+        """The parameters that require no gradient in `step`, as far as that is known: once the data of a lane
+        is there."""
+        return self._frozen(step) or ()
+
+    def left_alone(self, step: int) -> ParameterNumbers:
+        """The parameters that `step` leaves as they are: known once the data of all lanes is there."""
+        if (record := self._records.get(step + 1)) is not None:
+            told = -1
+        else:
+            results = self._notes[step].results if step in self._notes else {}
+            told = len(results)
+        if self._left_alone[:2] != (step, told):
+            if record is None:
+                frozen, unused = self.frozen(step), unused_in(results.values())
+                record = StepRecord(version=step + 1, positions=(), frozen=frozen, unused=unused)
+            self._left_alone = step, told, record.left_alone
+        return self._left_alone[2]
+
+    def _frozen(self, step: int) -> ParameterNumbers | None:
+        """As the lanes say; None: not known."""
+        if (record := self._records.get(step + 1)) is not None:
+            return record.frozen
+        results = self._notes[step].results.values() if step in self._notes else ()
+        return next((result.frozen for result in results if result.frozen is not None), None)
+
     def learn_norm(self, step: int, norm: float) -> None:
         """Of a step under way; the first one counts."""
         if step + 1 not in self._records:
@@ -199,15 +247,21 @@ class History:
         """A block has reached `version`, so the notes of its step are complete."""
         if version in self._records:
             return
+        frozen, before = self._frozen(version - 1), self._records.get(version - 1)
         notes = self._notes.pop(version - 1, Notes())
         positions = tuple(notes.positions[lane] for lane in sorted(notes.positions))
         result = self._result(version - 1, positions, notes)
+        unused = unused_in(notes.results.values())
+        if frozen is None and before is not None:  # no lane had records
+            frozen, unused = before.frozen, before.unused
         self._records[version] = StepRecord(
             version=version,
             positions=positions,
             lane_zero=notes.lane_zero,
             grad_norm=notes.grad_norm,
             result=result,
+            frozen=frozen,
+            unused=unused,
         )
         if result is not None:
             self.results.add(result)
@@ -219,6 +273,7 @@ class History:
         """Know a version that was made elsewhere; it replaces what is known of it."""
         self._records[record.version] = record.with_fields(results=())
         self._notes.pop(record.version - 1, None)
+        self._left_alone = UNKNOWN
         if record.result is not None:
             self.results.put(record.result)
         while len(self._records) > self.kept:
@@ -235,6 +290,7 @@ class History:
         self._records = {number: record for number, record in self._records.items() if number <= version}
         self._first = {step: first for step, first in self._first.items() if step < version}
         self._notes.clear()
+        self._left_alone = UNKNOWN
         self.results.undo(version)
         self.claims += 1
 
@@ -273,6 +329,7 @@ class History:
 
     def take(self, handed: HandedHistory) -> None:
         """Know what another parameter server knows, whose blocks come here."""
+        self._left_alone = UNKNOWN
         own = {result.step: result for result in (*handed.results, *self.results.of(0))}
         self.results = Results(own[step] for step in sorted(own))
         for record in handed.records:

@@ -192,12 +192,11 @@ def _unhooked(step: Any) -> Any:
     return step
 
 
-def block_optimizer(name: str, chosen: Options, values: torch.Tensor, parts: Parts) -> BlockOptimizer:
-    """`parts`: see ParameterParts.of."""
-    ends = ends_of(parts, values.numel(), values.element_size())
-    is_cut = (
-        bool(parts) and values.element_size() == 2 and values.numel() > SERIAL and not chosen.get("fused")
-    )
+def whole_block_optimizer(name: str, chosen: Options, values: torch.Tensor, parts: Parts) -> BlockOptimizer:
+    """For a block that is stepped as one. `parts`: see ParameterParts.of."""
+    narrow, fused = values.element_size() == 2, bool(chosen.get("fused"))
+    ends = ends_of(parts, values.numel(), values.element_size()) if narrow or fused else ()
+    is_cut = bool(parts) and narrow and values.numel() > SERIAL and not fused
     if not ends and not is_cut:
         return BlockOptimizer(name, chosen, values)
     return ByParameter(name, chosen, values, ends, SERIAL if is_cut else values.numel())

@@ -36,10 +36,11 @@ from trireme_shared.protocol.wire.messages import (
 )
 from trireme_shared.serving.core.asynchronous import ParametersInUse
 from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.freezing import block_optimizer
 from trireme_shared.serving.core.geometry import Geometry
 from trireme_shared.serving.core.history import History
 from trireme_shared.serving.core.ledger import SavedLedger
-from trireme_shared.serving.core.optimizers import Options, arguments, block_optimizer, options_of
+from trireme_shared.serving.core.optimizers import Options, arguments, options_of
 
 if TYPE_CHECKING:
     from trireme_shared.serving.core.table.rows import TableRows
@@ -62,8 +63,8 @@ class Push:
 
 def _fits(state: BlockState, item: PushBlock, size: int) -> bool:
     """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may be sent
-    in; or nothing, because there is no data or, in a buffer, no change."""
-    if not size and (not item.count or (state.is_buffer and item.dtype is None)):
+    in; or nothing, because there is no data, or no change in a buffer, or no gradient of any parameter."""
+    if not size and (not item.count or item.dtype is None):
         return True
     if item.dtype is None:
         return size == state.place.bytes
@@ -277,8 +278,8 @@ class Store:
         place = state.place
         if item.count < 0 or not _fits(state, item, payload.nbytes):
             return Verdict.LAYOUT_MISMATCH
-        if item.count and not payload.nbytes:  # a buffer that forward left as it was
-            unchanged = state.current.tensor if self.pushes.keeps_unchanged else None
+        if item.count and not payload.nbytes:  # a buffer that forward left as it was, or frozen parameters
+            unchanged = state.current.tensor if self.pushes.keeps_unchanged and state.is_buffer else None
             return self._taken(push, state, item, unchanged, None, lent=True)
         if item.dtype is not None and item.count:
             widened = self.pool.take(place.dtype, place.elements)
@@ -474,11 +475,13 @@ def moment_of(store: Store, known: str | None) -> int | None:
 
 def is_same(store: Store, number: int, version: int | None, moment: int | None) -> bool:
     """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at
-    `moment` (None: there was none). Only blocks of buffers are watched, and who has a newer version than it
-    asks for gets everything. A block without any values is left out as well."""
+    `moment` (None: there was none). Only blocks of buffers are watched, and in synchronous jobs those of
+    parameters, which may be frozen; who has a newer version than it asks for gets everything. A block without
+    any values is left out as well."""
     state = store.blocks[number]
     if state.is_empty_at(version):
         return True
     if moment is None:
         return False
-    return state.is_buffer and state.changed <= moment <= store.newest_moment(state, version)
+    is_watched = state.is_buffer or (state.is_stepped and store.mode is Mode.SYNC)
+    return is_watched and state.changed <= moment <= store.newest_moment(state, version)

@@ -39,6 +39,8 @@ from trireme_shared.protocol.wire.messages import (
 )
 from trireme_shared.serving.core.asynchronous import ScheduleStates, slowed
 from trireme_shared.serving.core.blocks import BlockState
+from trireme_shared.serving.core.freezing import Freezing
+from trireme_shared.serving.core.geometry import ParameterParts
 from trireme_shared.serving.core.history import History
 from trireme_shared.serving.core.ledger import AsyncSnapshot, Ledger, SavedLedger
 from trireme_shared.serving.core.optimizers import Options, options_of
@@ -59,6 +61,7 @@ class StepPushes:
 
     def __init__(self, layout: Layout, lanes: int, history: History, clipping: Clipping) -> None:
         self._layout, self._lanes, self._history, self._clipping = layout, lanes, history, clipping
+        self._freezing = Freezing(ParameterParts(layout))
         self.held_step = -1
         self._no_options: Options = {}
         self._options_of_step: tuple[int, tuple[Options, ...]] = (-1, ())
@@ -106,7 +109,7 @@ class StepPushes:
         if (refusal := self.judge(push, item.lanes)) is not None:
             return refusal
         before = state.version
-        if before == step and item.lanes not in push.noted:
+        if before >= step and item.lanes not in push.noted:
             push.noted.add(item.lanes)
             self._history.note(push.header, push.positions, item.lanes, push.results.get(item.lanes))
         content = value, item.count, self.options(step, state.place), memory, item.dtype
@@ -123,8 +126,9 @@ class StepPushes:
         return True
 
     def options(self, step: int, place: Block) -> Options:
-        """The options of the block's group in `step`. Lane 0's push brings them, so they are known when the
-        tree is complete."""
+        """The options of the block's group in `step`, and which of its parameters it leaves alone. Lane
+        0's push brings the options, and each one what is left alone, so both are known when the tree is
+        complete. Raises InvalidArgument: see Freezing.options."""
         group = self._layout.segments[place.segment].group
         if group < 0:
             return self._no_options
@@ -133,7 +137,9 @@ class StepPushes:
             if lane_zero is None:
                 return self._no_options
             self._options_of_step = (step, tuple(options_of(given) for given in lane_zero.options))
-        return self._options_of_step[1][group]
+        # a job of an earlier version steps what no lane uses
+        left = self._history.left_alone(step) if self._layout.sizes else self._history.frozen(step)
+        return self._freezing.options(place, self._options_of_step[1][group], left)
 
 
 class ArrivalPushes:

@@ -19,7 +19,12 @@ from trireme_shared.protocol.records.layout import (
     Segment,
 )
 from trireme_shared.serving.core.geometry import Geometry, ParameterParts, rounds_by_parameter
-from trireme_shared.serving.core.optimizers import BlockOptimizer, ByParameter, arguments, block_optimizer
+from trireme_shared.serving.core.optimizers import (
+    BlockOptimizer,
+    ByParameter,
+    arguments,
+    whole_block_optimizer,
+)
 from trireme_shared.serving.optimizers.classes import CLASSES
 
 optimizers_without_compiler()
@@ -75,7 +80,7 @@ class Blocks:
         chosen = arguments(layout.optimizer, 0, layout.segments[0].dtype)
         self.values = values.clone()
         self.optimizers = [
-            block_optimizer(layout.optimizer.name, chosen, part.clone(), parts.of(block))
+            whole_block_optimizer(layout.optimizer.name, chosen, part.clone(), parts.of(block))
             for block, part in zip(self._blocks, self._cut(values), strict=True)
         ]
         for optimizer, state in zip(self.optimizers, states or [], strict=False):

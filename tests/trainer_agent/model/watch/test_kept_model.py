@@ -9,9 +9,10 @@ from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records, spec_for, write_script
+from trainer_agent.model.flat import plan
 from trainer_agent.model.watch.unshared_state import FIRST_LOOKS, KeptModel
 from trainer_agent.script.user_module import load
-from trireme import plain
+from trireme.plain import run
 from trireme_shared.protocol.errors import UserCodeError
 from trireme_shared.protocol.records import Phase
 
@@ -42,14 +43,11 @@ COUNTED = "seen = []\n" + LOSS.replace("model.steps += 1", "seen.append(1)").rep
 )
 THAWED = (
     r"changed requires_grad of the parameter body\.weight: it was False when training began, and now "
-    r"it is True; .*in a second job"
+    r"it is True; .*the optimizer does not hold it .*in a second job"
 )
+HEAD_ALONE = "def optimizer(model):\n    return torch.optim.SGD(model.head.parameters(), lr=0.1)\n"
 CHANGES = {
     "thawed": ("model.body.requires_grad_(True)", THAWED),
-    "frozen": (
-        "model.head.bias.requires_grad_(False)",
-        r"parameter head\.bias: it was True when training began, and now it is False",
-    ),
     "another layer": ("model.head = nn.Linear(8, 3)", r"the parameter head\.weight was replaced"),
     "another parameter": (
         "model.head.bias = nn.Parameter(torch.zeros(3))",
@@ -78,21 +76,21 @@ CHANGES = {
 async def test_what_the_script_changes_of_its_model_is_refused_with_the_name(build, tmp_path, name):
     change, message = CHANGES[name]
     loss = COUNTED.replace("CHANGE", change)
-    compute = build(model=MODEL, loss=loss)
+    compute = build(model=MODEL, loss=loss, optimizer=HEAD_ALONE)
     with pytest.raises(UserCodeError, match=message) as caught:
         for number in range(FIRST_LOOKS):
             compute.forget_nodes()
             await compute.gradient((0, 1), 0, number, records(8, number), DoneBlocks())
     assert caught.value.details["fatal"]
-    script = write_script(tmp_path, "alone", model=MODEL, loss=loss)
+    script = write_script(tmp_path, "alone", model=MODEL, loss=loss, optimizer=HEAD_ALONE)
     with pytest.raises(UserCodeError, match=message):
-        plain.run(load(script), spec_for(script))
+        run(load(script), spec_for(script))
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "collective"])
-async def test_a_model_that_is_thawed_while_a_job_trains_fails_it_at_once(tmp_path, strategy):
+async def test_a_thawed_parameter_that_the_optimizer_lacks_fails_a_job_at_once(tmp_path, strategy):
     loss = LOSS.replace("AFTER", "5").replace("CHANGE", "model.body.requires_grad_(True)")
-    script = write_script(tmp_path, model=MODEL, loss=loss)
+    script = write_script(tmp_path, model=MODEL, loss=loss, optimizer=HEAD_ALONE)
     spec = spec_for(script, strategy=strategy, pservers=int(strategy == "parameter_server"), lanes=2)
     async with (cluster if strategy == "parameter_server" else collective_cluster)(spec, 2) as made:
         state = await made.ended()
@@ -117,7 +115,7 @@ async def test_a_change_behind_the_first_minibatches_is_noticed_at_the_end(tmp_p
         "the script changed the model: the parameter more.weight was added since training began",
     )
     with pytest.raises(UserCodeError, match=r"the parameter more\.weight was added"):
-        plain.run(load(script), spec_for(script))
+        run(load(script), spec_for(script))
 
 
 async def test_modules_that_the_first_forward_makes_are_left_alone(build):
@@ -131,10 +129,18 @@ async def test_modules_that_the_first_forward_makes_are_left_alone(build):
         compute.minibatch.check_at_end()
 
 
-def test_a_parameter_that_lost_its_end_is_another_one() -> None:
+async def test_an_asynchronous_job_refuses_what_thaws(build):
+    loss = LOSS.replace("AFTER", "0").replace("CHANGE", "model.body.requires_grad_(True)")
+    compute = build({"mode": "async"}, model=MODEL, loss=loss)
+    with pytest.raises(UserCodeError, match=r"of the parameter body\.weight: .* or use mode sync"):
+        await compute.gradient((0, 1), 0, 0, records(8, 0), DoneBlocks())
+
+
+def test_a_parameter_that_lost_its_end_is_another_one(tmp_path) -> None:
     """It lies where it lay before, nothing was written, and what is left has the same numbers."""
     model = torch.nn.Linear(5, 3)
-    kept = KeptModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = KeptModel(model, plan(model, optimizer, 1024, 8), load(write_script(tmp_path)))
     assert not kept.change(fully=True)
     model.bias.data = model.bias.data[:2]
     assert "the parameter bias was replaced" in kept.change(fully=True)

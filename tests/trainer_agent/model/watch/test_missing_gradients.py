@@ -1,4 +1,5 @@
-"""A parameter without a gradient is stepped with 0; where that moves it, the user is told, once."""
+"""A parameter that has had a gradient and gets none is stepped with 0; where that shows, the user is told,
+once. One that no step has used is left alone in synchronous jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import pytest
 
 from tests.trainer_agent.done_blocks import DoneBlocks
 from tests.trainer_agent.scripts import records
+from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.watch.minibatch_rules import MOST_WARNINGS, MissingGradients
+from trireme_shared.protocol.records.step import StepRecord
 
 MODEL = """
 class Model(nn.Module):
@@ -25,17 +28,37 @@ class Model(nn.Module):
 def model():
     return Model()
 """
-NEVER, AT_FIRST, ALWAYS = "False", "self.calls < 3", "True"
+NEVER, AT_FIRST, LATE, ALWAYS = "False", "self.calls < 3", "self.calls > 2", "True"
+FIRST = "the parameters other.weight, other.bias got a first gradient after steps that took 0"
 BOTH = "the parameters other.weight, other.bias got no gradient from a minibatch"
+
+
+def told_of(build, mode, used, optimizer):
+    compute = build(
+        {"mode": mode},
+        model=MODEL.replace("USED", used),
+        optimizer=f"def optimizer(model):\n    return torch.optim.{optimizer}\n",
+    )
+    told: list[str] = []
+    version = None
+    for number in range(5):
+        compute.begin_step(BeforeStep(version=version))
+        compute.forget_nodes()
+        result = asyncio.run(compute.gradient((0, 1), 0, number, records(4, number), DoneBlocks()))
+        told += result.warnings
+        version = StepRecord(version=number + 1, positions=(), frozen=result.frozen, unused=result.unused)
+    return told
 
 
 @pytest.mark.parametrize(
     ("used", "optimizer", "cause"),
     [
-        (NEVER, "SGD(model.parameters(), lr=0.1, weight_decay=0.1)", "weight decay moves them"),
-        (NEVER, "AdamW(model.parameters())", "weight decay moves them"),
+        (AT_FIRST, "SGD(model.parameters(), lr=0.1, weight_decay=0.1)", "weight decay moves them"),
+        (AT_FIRST, "AdamW(model.parameters())", "weight decay moves them"),
+        (NEVER, "AdamW(model.parameters())", ""),
+        (LATE, "AdamW(model.parameters())", ""),
         (
-            NEVER,
+            AT_FIRST,
             (
                 "SGD([{'params': model.body.parameters(), 'weight_decay': 1}, {'params': "
                 "model.other.parameters()}], lr=0.1)"
@@ -50,20 +73,28 @@ BOTH = "the parameters other.weight, other.bias got no gradient from a minibatch
     ],
 )
 def test_it_is_told_where_a_gradient_of_zero_moves_it(build, used, optimizer, cause):
-    compute = build(
-        model=MODEL.replace("USED", used),
-        optimizer=f"def optimizer(model):\n    return torch.optim.{optimizer}\n",
-    )
-    told: list[str] = []
-    for number in range(5):
-        compute.forget_nodes()
-        told += asyncio.run(compute.gradient((0, 1), 0, number, records(4, number), DoneBlocks())).warnings
+    told = told_of(build, "sync", used, optimizer)
     if not cause:
         assert told == []
         return
     (text,) = told
     assert text.startswith(BOTH)
     assert cause in text
+
+
+@pytest.mark.parametrize(
+    ("used", "optimizer", "begins"),
+    [
+        (NEVER, "AdamW(model.parameters())", BOTH),
+        (NEVER, "Adam(model.parameters())", ""),
+        (LATE, "Adam(model.parameters())", FIRST),
+        (LATE, "SGD(model.parameters(), lr=0.1, momentum=0.9)", ""),
+        (LATE, "SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)", FIRST),
+    ],
+)
+def test_an_asynchronous_job_steps_all_and_tells_where_that_shows(build, used, optimizer, begins):
+    told = told_of(build, "async", used, optimizer)
+    assert [text.startswith(begins) for text in told] == ([True] if begins else [])
 
 
 def test_no_more_than_some_warnings_are_told(build):

@@ -39,11 +39,11 @@ def model():
     return Model()
 """
 CHANGES = {
-    "self.teacher.weight.mul_(0.9)": "parameter teacher.weight, which the optimizer does not hold",
+    "self.teacher.weight.mul_(0.9)": "parameter teacher.weight, which is not trained",
     "self.teacher.weight.data = self.body.weight.detach() * 0.5": (
-        "parameter teacher.weight, which the optimizer does not hold"
+        "parameter teacher.weight, which is not trained"
     ),
-    "self.teacher.bias.data.add_(0.1)": "parameter teacher.bias, which the optimizer does not hold",
+    "self.teacher.bias.data.add_(0.1)": "parameter teacher.bias, which is not trained",
     "self.body.weight.data.clamp_(-0.01, 0.01)": (
         "parameter body.weight; only the optimizer may change parameters"
     ),
@@ -124,12 +124,20 @@ async def test_what_is_shared_or_stays_equal_may_be_written(build, change):
         await minibatch(compute, number)
 
 
-async def test_a_late_change_through_data_is_noticed_at_the_next_look(build):
-    compute = build(model=model_that("self.calls > 10 and self.teacher.bias.data.add_(0.1)"))
-    for number in range(LOOK_EVERY):
-        await minibatch(compute, number)
+@pytest.mark.parametrize(
+    ("optimizer", "number"),
+    [("[model.body.weight, model.body.bias, model.table.weight]", LOOK_EVERY), ("model.parameters()", 10)],
+)
+async def test_a_late_change_through_data_is_noticed_at_the_next_look(build, optimizer, number):
+    """Of a parameter that the optimizer holds, in any minibatch, though it is frozen."""
+    compute = build(
+        model=model_that("self.calls > 10 and self.teacher.bias.data.add_(0.1)"),
+        optimizer=f"def optimizer(model):\n    return torch.optim.SGD({optimizer}, lr=0.1)\n",
+    )
+    for before in range(number):
+        await minibatch(compute, before)
     with pytest.raises(UserCodeError, match=r"parameter teacher\.bias"):
-        await minibatch(compute, LOOK_EVERY)
+        await minibatch(compute, number)
 
 
 async def test_the_job_fails_at_once(tmp_path):
