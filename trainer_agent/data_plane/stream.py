@@ -491,20 +491,14 @@ def head_of(
 
 
 def fields_of(number: int, item: PushBlock) -> codec.Fields:
-    """Of a block with a result or a version, or of rows; Record.model_dump takes three times as long."""
-    fields: codec.Fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count}
-    if (result := item.result) is not None:
-        fields["result"] = {
-            "loss_sum": result.loss_sum,
-            "records": result.records,
-            "skipped": result.skipped,
-            "metrics": result.metrics,
-        }
-    if item.version is not None:
-        fields["version"] = item.version
-    if item.rows is not None:
-        fields |= {"rows": item.rows, "slots": item.slots}
-    return fields | ({"dtype": item.dtype} if item.dtype else {})
+    """Of a block with a result or a version, or of rows: every field that is not None; Record.model_dump takes
+    three times as long."""
+    fields = {"id": number} | _given(item)
+    return fields if item.result is None else fields | {"result": _given(item.result)}
+
+
+def _given(record: Record) -> codec.Fields:
+    return {name: value for name, value in vars(record).items() if value is not None}
 
 
 @asynccontextmanager

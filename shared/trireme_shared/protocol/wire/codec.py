@@ -51,7 +51,8 @@ class Limits:
     payload_bytes: int
     blocks: int
     header_bytes: int = 4 << 20
-    block_header_bytes: int = 1 << 16
+    #: with the metrics of a node, and what 60,000 parameters that are frozen in turns take
+    block_header_bytes: int = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)

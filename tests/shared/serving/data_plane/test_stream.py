@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.pserver_service.jobs import JOB, init_header, item, layout_of, pull_request, push_header, stream
 from tests.shared.serving.data_plane.servers import LAYOUT, PLAIN, SIZES, TOKEN, Flat, gradients, server
 from tests.shared.serving.data_plane.streams import Raw, all_given_back, growth, over_tcp, streamed, versions
-from trainer_agent.data_plane.stream import StreamPserver
+from trainer_agent.data_plane.stream import StreamPserver, fields_of
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import (
     DeadlineExceeded,
@@ -24,6 +24,9 @@ from trireme_shared.protocol.errors import (
     Unauthorized,
 )
 from trireme_shared.protocol.records import PserverMember
+from trireme_shared.protocol.records.step import NodeResult
+from trireme_shared.protocol.wire import codec
+from trireme_shared.protocol.wire.messages import PushBlock
 from trireme_shared.serving.core.stores import store_of
 from trireme_shared.serving.data_plane import stream as server_stream
 from trireme_shared.serving.data_plane.server import ARRIVALS, make_app, serving
@@ -34,6 +37,31 @@ __all__ = ["server"]
 
 
 # ---------------------------------------------------------------- calls
+
+
+def test_nothing_that_a_trainer_says_of_a_block_is_lost_on_the_way() -> None:
+    """The header of a block is written without Record.model_dump: what requires a gradient was left out."""
+    result = NodeResult(
+        loss_sum=1.5,
+        records=3,
+        skipped=1,
+        metrics={"seen": (1.0, 2.0, 0.5, 1.0)},
+        frozen=((0, 2),),
+        unused=((5, 7),),
+    )
+    told = PushBlock(
+        block=4,
+        lanes=(2, 4),
+        count=3,
+        version=7,
+        dtype="bfloat16",
+        result=result,
+        rows=(1, 2),
+        slots=9,
+    )
+    for record in (result, told):
+        assert record.model_fields_set == type(record).model_fields.keys(), "give the new field a value here"
+    assert codec.read(PushBlock, codec.decode(codec.encode(fields_of(7, told)))) == told
 
 
 @streamed
