@@ -46,6 +46,10 @@ PULL_WAIT_S = 10.0
 BOUND_WAIT_S = 1.0  # then a parameter server is asked again: who was waited for may be dead
 MOST_HELD = 6  # answers in a row that the norm of the gradient is missing
 
+Source = tuple[int, int, Narrow | None]
+"""Where values came from: version of the slot map, index of the process, and the narrower dtype that they
+travelled in (values in use that were rounded are not those of an exact pull)."""
+
 
 class Abandoned(Exception):
     """A pull that waited, and is not needed any more."""
@@ -136,8 +140,8 @@ class Pull:
     narrow: Narrow | None = None
     skip_after_s: float | None = None
     within: Within | None = None
-    #: by slot map version and index of the process: PullEnd.known of the values that came
-    named: dict[tuple[int, int], str] = field(default_factory=dict)
+    #: PullEnd.known of the values that came
+    named: dict[Source, str] = field(default_factory=dict)
     #: asynchronous: by block, the version of the values that came
     versions: dict[int, int] = field(default_factory=dict)
 
@@ -154,7 +158,7 @@ class Pulls:
         self._narrowed = fleet.layout.payloads(dtype)
         self._fails = on_nonfinite == "fail"
         self._norm = StepNormFinder(-1, fails=False)
-        self._known: dict[tuple[int, int], str] = {}  # Pull.named of the values in use
+        self._known: dict[Source, str] = {}  # Pull.named of the values in use
         #: asynchronous: of each block of the values in use the version; None: the versions do not matter
         self.versions: dict[int, int] | None = None
         #: of the steps that were asked for with `want_results`, as far as an owner of blocks keeps them
@@ -291,7 +295,7 @@ class Pulls:
         narrow, skip_after_s = pull.narrow, pull.skip_after_s
         missing, routes, refusals, held = dict.fromkeys(blocks), fleet.routes, 0, 0
         # what comes from elsewhere than the slot map said at first is named by nobody
-        place_known = routes.version, index
+        place_known = routes.version, index, narrow
         everything = blocks is routes.blocks.get(index)
         known = self._known.get(place_known, "") if everything else ""
         named: set[str] = set()  # what the ends of this pull's requests say

@@ -194,3 +194,14 @@ async def test_lanes_that_disagree_are_told_with_the_name(tmp_path):
         assert state.phase is Phase.FAILED
         assert "the parameter body.weight requires a gradient" in state.failure.message
     await asyncio.sleep(0)
+
+
+async def test_what_is_frozen_is_exported_in_full_though_it_travels_in_half(tmp_path):
+    """Trainers compute with rounded parameters; one that did not change since is not what the export takes."""
+    script = script_with(tmp_path, "never")
+    spec = spec_for(script, parameter_dtype="bfloat16", **ONE)
+    body = load(script)
+    torch.manual_seed(spec.seed)
+    first = body.call("model").body.state_dict()
+    made = await trained(spec)
+    assert differing({name: made[f"body.{name}"] for name in first}, first) == []
