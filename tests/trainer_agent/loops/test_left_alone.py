@@ -150,21 +150,23 @@ async def test_a_step_has_the_gradients_of_those_lanes_that_have_any(tmp_path, s
 
 
 @pytest.mark.parametrize("change", ["both ways", "used by some lanes"])
-@pytest.mark.parametrize("strategy", list(Strategy))
-async def test_trainers_that_die_and_join_do_not_show_in_the_bits(tmp_path, strategy, change):
+async def test_trainers_that_die_and_join_do_not_show_in_the_bits(tmp_path, change):
     script = script_with(tmp_path, change)
     alone = await trained(spec_for(script, **FOUR, storage=str(tmp_path / "alone")), 1)
-    servers = int(strategy is Strategy.PARAMETER_SERVER)
-    common = {**FOUR, "strategy": strategy, "pservers": servers, "storage": str(tmp_path / "many")}
-    members = cluster if servers else collective.cluster
-    async with members(spec_for(script, **common, trainers=2), 2) as made:
-        await made.version(6)
-        await made.kill("trainer-0-x")
-        made.add_trainer("trainer-7-x")
-        await made.version(11)
-        await made.kill("trainer-1-x")
-        assert (await made.ended()).phase is Phase.COMPLETED
-        assert differing(alone, made.exported()) == []
+    for strategy, members in (
+        (Strategy.PARAMETER_SERVER, cluster),
+        (Strategy.COLLECTIVE, collective.cluster),
+    ):
+        servers = int(members is cluster)
+        common = {**FOUR, "strategy": strategy, "pservers": servers, "storage": str(tmp_path / strategy)}
+        async with members(spec_for(script, **common, trainers=2), 2) as made:
+            await made.version(6)
+            await made.kill("trainer-0-x")
+            made.add_trainer("trainer-7-x")
+            await made.version(11)
+            await made.kill("trainer-1-x")
+            assert (await made.ended()).phase is Phase.COMPLETED
+            assert differing(alone, made.exported()) == []
 
 
 async def test_lanes_that_disagree_are_told_with_the_name(tmp_path):
