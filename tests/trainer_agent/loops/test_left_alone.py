@@ -191,7 +191,7 @@ async def test_lanes_that_disagree_are_told_with_the_name(tmp_path):
 
 
 async def test_what_is_frozen_is_exported_in_full_though_it_travels_in_half(tmp_path):
-    """Trainers compute with rounded parameters; one that did not change since is not what the export takes."""
+    """Trainers compute with rounded parameters; the export takes none of them for want of a change."""
     script = script_with(tmp_path, "never")
     spec = spec_for(script, parameter_dtype="bfloat16", **ONE)
     body = load(script)

@@ -70,7 +70,7 @@ def test_a_layout_mismatch_says_what_differs(tmp_path):
 
 
 def test_a_job_that_an_earlier_version_began_goes_on_unless_it_had_frozen_parameters(tmp_path):
-    """Its layout says neither where parameters lie nor what is frozen, and has no place for what was frozen."""
+    """Its layout does not say where parameters lie, and has no place for what is frozen at first."""
     model = "def model():\n    return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3){})\n"
     none, some = (
         layout_of(write_script(tmp_path, f"of{len(change)}", model=model.format(change)))
