@@ -5,10 +5,12 @@ makes of `requires_grad` in a minibatch, and which parameters no minibatch has u
         ─► backward ─► frozen: no gradient, because it requires none
                        unused: no gradient yet, or none since it began to require one: no loss depended on it,
                                or forward had used it before it was thawed
+                       resting: it belongs to one of several optimizers, which has no loss in this step
         ─► goes with the lane's result, becomes part of the next version
 
-All lanes of a step freeze the same parameters, and those that none of them uses are unused in the step. A
-trainer that joins, or goes back to a checkpoint, goes on with what the version says, whatever it saw before.
+All lanes of a step freeze the same parameters and step the same optimizers, and parameters that none of them
+uses are unused in the step. A trainer that joins, or goes back to a checkpoint, goes on with what the version
+says, whatever it saw before.
 
 What is frozen and unused is known in front of backward, from the graph, so that blocks can be sent while
 backward runs.
@@ -17,7 +19,6 @@ backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_agent.model.compute import lanes_differ
 from trainer_agent.model.flat import Plan
+from trainer_agent.model.losses import Losses
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trireme_shared.protocol.lanes import intervals
 from trireme_shared.protocol.records.step import ParameterNumbers, StepRecord, numbers_in
@@ -61,6 +63,9 @@ class FrozenParameters:
         self.unused: ParameterNumbers | None = self.frozen
         #: the parameters that this lane leaves as they are, by their places in the plan
         self.indices: frozenset[int] = frozenset()
+        self._resting: frozenset[int] = frozenset()  # in this lane: their optimizer has no loss
+        self._resting_of_step: ParameterNumbers | None = None
+        self.resting: ParameterNumbers = ()
         self.begin_step(None)
 
     def __repr__(self) -> str:
@@ -81,7 +86,7 @@ class FrozenParameters:
             self._begun = [index not in left for index in range(len(self._places))]
             every = frozenset(range(len(self._places)))
             self._begun_unused = every if unused is None else self._indices(unused)
-            self._of_step = None
+            self._of_step = self._resting_of_step = None
 
     def begin(self) -> None:
         """In place: the parameters require a gradient as they do when the step begins."""
@@ -89,7 +94,7 @@ class FrozenParameters:
             if parameter.requires_grad is not required:
                 parameter.requires_grad_(required)
 
-    def forward_over(self, loss: torch.Tensor) -> bool:
+    def forward_over(self, losses: Losses) -> bool:
         """Called in front of backward; answers whether something is new, so that only the end of backward
         shows whether it is as the graph says."""
         if not self._is_sync:
@@ -99,9 +104,10 @@ class FrozenParameters:
         both = enumerate(zip(self._now, self._begun, strict=True))
         thawed = [index for index, (now, begun) in both if now and not begun]
         self._unused = self._begun_unused.union(thawed)
-        self._spared = self._unused - self._frozen
+        self._resting = losses.resting
+        self._spared = self._unused - self._frozen - self._resting
         if self._spared and self._thaws:  # a loop of its own may change gradients until its step
-            used = _leaves(loss)
+            used = losses.leaves()
             self._spared = frozenset(each for each in self._spared if id(self._parameters[each]) not in used)
         self._tell()
         return self._now != self._begun or self._spared != self._spared_before
@@ -122,13 +128,15 @@ class FrozenParameters:
         return self._spared != expected
 
     def idle_blocks(self) -> set[int]:
-        """Blocks of which all parameters are frozen in this lane, and so in all lanes of the step."""
-        touched = {block for index in self._frozen for block in self._blocks_of[index]}
-        return {block for block in touched if self._members[block] <= self._frozen}
+        """Blocks of which all parameters are frozen or rest in this lane, and so in all lanes of the step."""
+        left = self._frozen | self._resting
+        touched = {block for index in left for block in self._blocks_of[index]}
+        return {block for block in touched if self._members[block] <= left}
 
     def _tell(self) -> None:
-        self.indices = self._frozen | self._spared
+        self.indices = self._frozen | self._spared | self._resting
         self.frozen, self.unused = self._numbers(self._frozen), self._numbers(self.indices & self._unused)
+        self.resting = self._numbers(self._resting)
 
     def _indices(self, numbers: ParameterNumbers) -> frozenset[int]:
         known = set(numbers_in(numbers))
@@ -140,24 +148,15 @@ class FrozenParameters:
     def _compare(self, user: UserCode) -> None:
         if self._of_step is None:
             self._of_step = self.frozen
-        if differ := set(numbers_in(self.frozen or ())) ^ set(numbers_in(self._of_step or ())):
-            raise user.error_of(RuntimeError(lanes_differ(self._places, min(differ))), fatal=True)
-
-
-def _leaves(loss: torch.Tensor) -> set[int]:
-    """The ids of the tensors that backward makes gradients of, as far as the graph shows them: what a
-    reentrant checkpoint computes is not in it."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen, found = set(waiting), {id(loss)}
-    while waiting:
-        node = waiting.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(id(leaf))
-        for following, _ in getattr(node, "next_functions", ()):
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found
+        if self._resting_of_step is None:
+            self._resting_of_step = self.resting
+        for kind, own, first in (
+            ("frozen", self.frozen, self._of_step),
+            ("resting", self.resting, self._resting_of_step),
+        ):
+            if differ := set(numbers_in(own or ())) ^ set(numbers_in(first or ())):
+                told = lanes_differ(self._places, min(differ), kind)
+                raise user.error_of(RuntimeError(told), fatal=True)
 
 
 def thaws(plan: Plan, user: UserCode) -> bool:
