@@ -38,6 +38,7 @@ from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records import JobSpec, Mode
 from trireme_shared.serving.optimizers.classes import SCALAR, kinds_of
+from trireme_shared.serving.optimizers.several import Several, named_in, parts_of
 
 NESTED = ("state_dict", "model_state_dict", "model")  # where trainers of other frameworks put it
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states")
@@ -262,7 +263,7 @@ def load_training_state(
     without any state begin anew, if others have one: they have had no gradient yet. The options of the
     groups (learning rate, ...) stay as the script sets them, but are those of the file if there is a
     scheduler: they follow from its state. Raises InvalidArgument."""
-    groups, state = _parts(found.optimizer, where)
+    groups, state = _saved(optimizer, found.optimizer, where)
     own = optimizer.param_groups
     sizes, mine = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
     if sizes != mine:
@@ -297,7 +298,33 @@ def load_training_state(
             mine_now.update(
                 {name: value for name, value in theirs.items() if name not in ("params", "param_names")}
             )
-    optimizer.load_state_dict({"state": taken, "param_groups": optimizer.state_dict()["param_groups"]})
+    first = 0
+    for part in parts_of(optimizer):
+        held = part.state_dict()["param_groups"]
+        end = first + sum(len(group["params"]) for group in held)
+        state_of_part = {index - first: taken[index] for index in range(first, end) if index in taken}
+        part.load_state_dict({"state": state_of_part, "param_groups": held})
+        first = end
+
+
+def _saved(
+    optimizer: torch.optim.Optimizer, saved: Any, where: str
+) -> tuple[list[dict[str, Any]], Mapping[Any, Mapping[str, Any]]]:
+    """The groups, and the states by the keys in them; of several optimizers one after the other."""
+    if not isinstance(optimizer, Several):
+        return _parts(saved, where)
+    is_one = isinstance(saved, Mapping) and "param_groups" in saved
+    named = {optimizer.names[0]: saved} if is_one else named_in(saved) or {}
+    if named.keys() != set(optimizer.names):
+        found = f"states of {', '.join(named) or 'none'}, and those of the script are"
+        raise _misfit(where, f"it has {found} {', '.join(optimizer.names)}")
+    groups: list[dict[str, Any]] = []
+    state: dict[Any, Mapping[str, Any]] = {}
+    for name in optimizer.names:
+        own, states = _parts(named[name], where)
+        groups += [{**group, "params": [(name, key) for key in group["params"]]} for group in own]
+        state |= {(name, key): values for key, values in states.items()}
+    return groups, state
 
 
 def _parts(saved: Any, where: str) -> tuple[list[dict[str, Any]], Mapping[Any, Mapping[str, Any]]]:
@@ -340,8 +367,8 @@ def _problem(parameter: nn.Parameter, values: Mapping[str, torch.Tensor], kinds:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What optimizer.state_dict() and scheduler.state_dict() gave; an empty `scheduler`: the file has
-    none."""
+    """What optimizer.state_dict() and scheduler.state_dict() gave, of several a list or dict; an empty
+    `scheduler`: the file has none; those of a list have the names "0", "1", ..."""
 
     optimizer: Any
     scheduler: dict[str, Any]
@@ -368,7 +395,10 @@ def read_training_state(url: str) -> TrainingState:
             hint='give a job (--init-from JOB[@STEP]), or a file of torch.save({"model": '
             'model.state_dict(), "optimizer": optimizer.state_dict()}, path)',
         )
-    return TrainingState(optimizer, dict(_one(found, SCHEDULER) or {}))
+    scheduler = _one(found, SCHEDULER) or {}
+    return TrainingState(
+        optimizer, dict(scheduler if isinstance(scheduler, Mapping) else named_in(scheduler) or {})
+    )
 
 
 def _content(url: str) -> bytes:

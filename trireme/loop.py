@@ -17,7 +17,7 @@ import atexit
 import difflib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     dataset: Any,
     *,
     scheduler: Any = None,
@@ -54,13 +54,15 @@ def prepare(
     buffers: Mapping[str, Policy] | None = None,
     config: Config | Mapping[str, Any] | None = None,
     **settings: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+) -> tuple[nn.Module, Any, Batches]:
     """The model and optimizer to train with, and the minibatches of all epochs to loop over.
 
-    `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler, or a function
-    that makes it of the optimizer; Trireme steps it, and what the script's own calls of its `step()` do is
-    nothing. `collate`, `ids`, `evaluate`, `evaluation_metrics`, `metrics`, `buffers`: as in a script of
-    functions (docs/script.md). `config`: the job's settings, of which `settings` name single ones (epochs=5,
+    `optimizer`: a torch.optim.Optimizer, or a list or dict of them, each with parameters of its own; it is
+    returned as it is. `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of
+    torch.optim.lr_scheduler (or a list or dict of them), or a function that makes it of the optimizer;
+    Trireme steps it, and what the script's own calls of its `step()` do is nothing. `collate`,
+    `ids`, `evaluate`, `evaluation_metrics`, `metrics`, `buffers`: as in a script of functions
+    (docs/script.md). `config`: the job's settings, of which `settings` name single ones (epochs=5,
     global_batch_size=256); if it is left out, what the module calls `config`. The command line, the
     environment and trireme.toml win over both.
     Raises RuntimeError if it was called before, TypeError and ValueError for arguments that cannot be,
@@ -102,11 +104,13 @@ def prepare(
     return loop.prepare(parts)
 
 
-def backward(loss: torch.Tensor | Mapping[str, Any]) -> None:
+def backward(loss: torch.Tensor | Mapping[str, Any] | Sequence[torch.Tensor | None]) -> None:
     """Instead of `loss.backward()`: once for each batch, before `optimizer.step()`.
 
-    `loss`: the minibatch's mean, a scalar tensor. Raises RuntimeError for a call that is not in its place in
-    the loop, TypeError for another value.
+    `loss`: the minibatch's mean, a scalar tensor; of several optimizers also the loss of each, by name or in
+    their order, None for one that is not stepped with this batch. Raises RuntimeError for a call that is
+    not in its place in the loop, TypeError for another value, InvalidArgument for a dict or list without the
+    losses of the optimizers.
     """
     loop = running()
     if loop is None:

@@ -51,9 +51,10 @@ from trainer_agent.model.gradient_tree import (
     check_gradients,
     check_loss,
 )
+from trainer_agent.model.losses import LossReader, means_of
 from trainer_agent.model.metric_objects import MetricObjects
-from trainer_agent.model.minibatch import BackwardGuard, checked_loss, means_of, sums_of
-from trainer_agent.model.schedule import Schedule
+from trainer_agent.model.minibatch import BackwardGuard
+from trainer_agent.model.schedule import Schedule, made_by
 from trainer_agent.model.torch_compute import write_model
 from trainer_agent.model.watch.freezing import FrozenParameters, on_gradient
 from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, evaluating
@@ -70,9 +71,8 @@ from trireme import settings
 from trireme.preflight import ScriptError
 from trireme.script_trial import say, try_script
 from trireme.view.chart import show_chart
-from trireme.view.report import failure_lines
+from trireme.view.report import ProgressLines, failure_lines
 from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything, seeded
-from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.service import allow_open_files
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError
@@ -85,13 +85,13 @@ from trireme_shared.protocol.evaluations import (
     why_unreported,
 )
 from trireme_shared.protocol.lanes import step_seed
-from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, metrics_beside
+from trireme_shared.protocol.metrics import LOSS, Logged, add, collected
 from trireme_shared.protocol.records import EvaluationSums, JobSpec, TaskKind
 from trireme_shared.protocol.records.metric_states import Sum, merged
 from trireme_shared.protocol.records.tasks import BestEvaluation
 from trireme_shared.protocol.urls import without_passwords
+from trireme_shared.serving.optimizers.several import Several, joined, parts_of
 
-REPORT_SECONDS = 2.0
 ALONE = {
     "mode": "sync", "lanes": 1, "gradient_dtype": "float32", "parameter_dtype": "float32",
     "error_feedback": None, "checkpoint_kind": "coordinated", "skip_after_seconds": None,
@@ -223,7 +223,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
         report(sentence)
     check_precision(spec.precision, model, device)
     model = model.to(device)
-    optimizer = optimizer_spec.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
+    made = joined(drawing(spec.seed, user.call, "optimizer", model), "optimizer(model) returned")
+    optimizer = optimizer_spec.scaled(made, spec)
     policies, averages = policies_of(model, user.buffers), averages_of(model)
     for average in averages:  # as every version that is loaded in a job
         average.follow()
@@ -232,13 +233,15 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count, policies=policies, thaws=thaws)
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
-    scheduler = drawing(spec.seed, user.call, "scheduler", optimizer) if user.has("scheduler") else None
-    schedule = Schedule(scheduler, spec, user.guard)
+    schedule = Schedule(made_by(user, optimizer, spec.seed), spec, user.guard)
     load_start_state(model, optimizer, schedule.scheduler, spec)
-    vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
-    named, guard = dict(model.named_parameters()), BackwardGuard(user)
+    for part in parts_of(optimizer):  # a first step that is left out is no mistake in the order of calls
+        vars(part)["_opt_called"] = True
+    named = dict(model.named_parameters())
+    guard = BackwardGuard(user, several=isinstance(optimizer, Several))
     trained = {place.name: named[place.name] for place in laid_out.parameters}
     parameters, without = list(trained.values()), MissingGradients(laid_out)
+    reads = LossReader(user, optimizer, trained, tables=tables.are_there)
     freezing = FrozenParameters(laid_out, parameters, thaws=thaws)
     modes = Modes(model, own_loop=user.loop is not None)
     if modes.notice:
@@ -246,17 +249,17 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
     unshared = UnsharedState(model, laid_out, optimizer, user, steps_elsewhere=False)
 
-    def made(parameter: torch.Tensor) -> None:
+    def on_made(parameter: torch.Tensor) -> None:
         guard.permit()
         if parameter.grad is not None and parameter.grad.is_sparse:  # as at a trainer, to clip and step it
             parameter.grad = parameter.grad.to_dense()
 
-    hooks = [on_gradient(parameter, made) for parameter in parameters]
+    hooks = [on_gradient(parameter, on_made) for parameter in parameters]
     result = PlainResult(model, optimizer, tables)
     reader = user.reader_of(spec.dataset, spec.seed, report if spec.changed_files == "report" else None)
-    progress = _ProgressLines(spec, counted.table.records, report)
+    progress = ProgressLines(spec, counted.table.records, report)
     watch, told_of_buffers, by_columns = Watch(user.path, model), False, not user.has("collate")
-    evaluations = Evaluations(user, spec, counted.steps, device, report)
+    evaluations = Evaluations(user, spec, counted.steps, device, report, reads)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
         sums: dict[str, Logged] = {}
@@ -287,14 +290,14 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                     unshared.begin(again=user.loop is not None)
                     with autocast(spec.precision, device):
                         found = guard.call("loss", model, batch)
-                loss = checked_loss(user, found)
+                losses = reads.read(found)
                 unshared.check(user)
                 modes.check(user)
                 if modes.left and result.steps == 0:
                     report(modes.left)
-                to_report = guard.reported(loss).detach().clone()
-                freezing.forward_over(loss)
-                stepped = guard.run(loss)
+                to_report = guard.reported(losses).detach().clone()
+                freezing.forward_over(losses)
+                stepped = guard.run(losses)
                 unshared.check(user)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)
             error: NonFiniteError | None = None if stepped else LeftOutError()
@@ -320,7 +323,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 loss_sum += found_loss * len(minibatch)
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
                 trained_records += len(minibatch)
-                user.guard(add, logged, metrics_beside(found), float(len(minibatch)))
+                user.guard(add, logged, losses.metrics, float(len(minibatch)))
                 sums |= {name: sums[name].plus(it) if name in sums else it for name, it in logged.items()}
             elif spec.on_nonfinite == "skip" or not stepped:
                 report(f"step {result.steps} is left out: {error}")
@@ -392,30 +395,6 @@ def _parser() -> argparse.ArgumentParser:
         "--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)"
     )
     return parser
-
-
-class _ProgressLines:
-    """A line every REPORT_SECONDS, and one at each epoch's end."""
-
-    def __init__(self, spec: JobSpec, records: int, report: Any) -> None:
-        self._spec, self._records, self._report = spec, records, report
-        self._epoch_started = self._last = clock.monotonic()
-
-    def update(
-        self, epoch: int, step: int, records: int, means: Mapping[str, float], *, final: bool = False
-    ) -> None:
-        now = clock.monotonic()
-        if not final and now - self._last < REPORT_SECONDS:
-            return
-        rate = records / max(now - self._epoch_started, 1e-9)
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
-        self._report(
-            f"epoch {epoch + 1}/{self._spec.epochs}  step {step}  {shown}  "
-            f"{records}/{self._records} records  {rate:.0f}/s"
-        )
-        self._last = now
-        if final:
-            self._epoch_started = now
 
 
 @dataclass(slots=True)
@@ -499,9 +478,15 @@ class Evaluations:
     epoch. The evaluation dataset is counted here, so that all have the same records. Raises DatasetError."""
 
     def __init__(
-        self, user: UserModule, spec: JobSpec, per_epoch: int, device: torch.device, report: Any
+        self,
+        user: UserModule,
+        spec: JobSpec,
+        per_epoch: int,
+        device: torch.device,
+        report: Any,
+        reads: LossReader,
     ) -> None:
-        self._user, self._spec, self._device, self._report = user, spec, device, report
+        self._user, self._spec, self._device, self._report, self._reads = user, spec, device, report, reads
         self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
         self._patience: Patience | None = None
         self.stopped = False
@@ -593,7 +578,7 @@ class Evaluations:
         with autocast(self._spec.precision, self._device):
             found = user.call("evaluate" if user.has("evaluate") else "loss", model, batch, *objects)
         if not user.has("evaluate"):
-            found = sums_of(found, len(minibatch), user.guard)
+            found = self._reads.sums(found, len(minibatch))
         elif objects and found is None:
             found = {}
         return self._objects.beside({name: float(value) for name, value in found.items()})

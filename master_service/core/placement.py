@@ -273,7 +273,9 @@ def states_of(optimizer: OptimizerSpec, group: int) -> int:
         if group < len(optimizer.groups)
         else optimizer.defaults
     )
-    return _STATES.get(optimizer.name, 0) + sum(count for name, count in _MORE.items() if options.get(name))
+    return _STATES.get(optimizer.class_of(group), 0) + sum(
+        count for name, count in _MORE.items() if options.get(name)
+    )
 
 
 def moved_bytes(groups: Sequence[Group]) -> tuple[MovedBytes, ...]:

@@ -253,92 +253,124 @@ def model():
     body = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
     return torch.compile(body, backend="{backend}")
 """
-GAN = """
+GAN_MODEL = """
 class Gan(nn.Module):
     def __init__(self):
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
         self.discriminator = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
 def model():
     return Gan()
 
+def measured(model, batch):
+    return (model.generator(torch.randn(500, 4)).mean(0) - batch["x"].mean(0)).norm()
+"""
+GAN = """
 def loss(model, batch):
     made = model.generator(torch.randn(len(batch["x"]), 4))
     judge = model.discriminator
     of_judge = F.softplus(-judge(batch["x"])).mean() + F.softplus(judge(made.detach())).mean()
-    fixed = {name: value.detach() for name, value in judge.named_parameters()}
-    of_maker = F.softplus(-torch.func.functional_call(judge, fixed, (made,))).mean()
-    return {"loss": of_judge + of_maker, "of_judge": of_judge, "of_maker": of_maker}
+    of_maker = F.softplus(-judge(made)).mean()
+    return {"generator": of_maker, "discriminator": of_judge}
 
 def optimizer(model):
-    groups = [
-        {"params": model.generator.parameters(), "lr": 0.02},
-        {"params": model.discriminator.parameters(), "lr": 0.01},
-    ]
-    return torch.optim.Adam(groups, betas=(0.5, 0.999))
-
-def measured(model, batch):
-    return (model.generator(torch.randn(500, 4)).mean(0) - batch["x"].mean(0)).norm()
+    return {
+        "generator": torch.optim.Adam(model.generator.parameters(), lr=0.1, betas=(0.5, 0.999)),
+        "discriminator": torch.optim.RMSprop(model.discriminator.parameters(), lr=0.01),
+    }
 """
-TWO_OPTIMIZERS_OF_A_GAN = """
-def optimizer(model):
-    return [
-        torch.optim.Adam(model.generator.parameters(), lr=0.02, betas=(0.5, 0.999)),
-        torch.optim.Adam(model.discriminator.parameters(), lr=0.01, betas=(0.5, 0.999)),
-    ]
-
+BOTH_STEPS_OF_A_GAN = """
 def step(model, optimizers, batch):
+    losses = loss(model, batch)
     of_generator, of_discriminator = optimizers
-    made = model.generator(torch.randn(len(batch["x"]), 4))
     of_discriminator.zero_grad()
-    real, false = model.discriminator(batch["x"]), model.discriminator(made.detach())
-    (F.softplus(-real).mean() + F.softplus(false).mean()).backward()
-    model.discriminator.requires_grad_(False)
+    losses["discriminator"].backward()
+    kept = [parameter.grad.clone() for parameter in model.discriminator.parameters()]
     of_generator.zero_grad()
-    F.softplus(-model.discriminator(made)).mean().backward()
-    model.discriminator.requires_grad_(True)
+    losses["generator"].backward()
+    for parameter, gradient in zip(model.discriminator.parameters(), kept):
+        parameter.grad = gradient
     of_discriminator.step()
     of_generator.step()
+"""
+GAN_IN_TURNS = """
+def loss(model, batch):
+    if model.training:
+        model.steps += 1
+    made = model.generator(torch.randn(len(batch["x"]), 4))
+    judge = model.discriminator
+    if int(model.steps) % 2:
+        real, false = judge(batch["x"]), judge(made.detach())
+        return {"discriminator": F.softplus(-real).mean() + F.softplus(false).mean()}
+    return {"generator": F.softplus(-judge(made)).mean()}
+
+def optimizer(model):
+    return {
+        "generator": torch.optim.AdamW(model.generator.parameters(), lr=0.1, betas=(0.5, 0.999)),
+        "discriminator": torch.optim.RMSprop(model.discriminator.parameters(), lr=0.01, momentum=0.1),
+    }
+
+def scheduler(optimizer):
+    return {
+        "generator": torch.optim.lr_scheduler.ExponentialLR(optimizer["generator"], 0.99),
+        "discriminator": torch.optim.lr_scheduler.StepLR(optimizer["discriminator"], 5, 0.9),
+    }
+"""
+TURNS_OF_A_GAN = """
+schedulers = []
+
+def step(model, optimizers, batch):
+    named = dict(zip(("generator", "discriminator"), optimizers))
+    if not schedulers:
+        schedulers.extend(scheduler(named).values())
+        for one in optimizers:
+            one._opt_called = True  # else torch warns of a scheduler that is stepped before its optimizer
+    ((name, found),) = loss(model, batch).items()
+    named[name].zero_grad()
+    found.backward()
+    named[name].step()
+    for one in schedulers:
+        one.step()
 """
 ACTOR_CRITIC = """
 class ActorCritic(nn.Module):
     def __init__(self):
         super().__init__()
-        self.actor = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
-        self.critic = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
-
-def losses(model, batch):
-    chances = model.actor(batch["x"]).log_softmax(1)
-    action = torch.multinomial(chances.detach().exp(), 1)
-    reward = (action[:, 0] == batch["y"]).float()
-    value = model.critic(batch["x"])[:, 0]
-    advantage = reward - value.detach()
-    return -(advantage * chances.gather(1, action)[:, 0]).mean(), F.mse_loss(value, reward)
+        self.body = nn.Sequential(nn.Linear(5, 16), nn.Tanh())
+        self.actor, self.critic = nn.Linear(16, 3), nn.Linear(16, 1)
 
 def model():
     return ActorCritic()
 
 def loss(model, batch):
-    of_actor, of_critic = losses(model, batch)
-    return {"loss": of_actor + of_critic, "of_actor": of_actor, "of_critic": of_critic}
+    seen = model.body(batch["x"])
+    chances = model.actor(seen).log_softmax(1)
+    action = torch.multinomial(chances.detach().exp(), 1)
+    reward = (action[:, 0] == batch["y"]).float()
+    value = model.critic(seen)[:, 0]
+    advantage = reward - value.detach()
+    of_actor = -(advantage * chances.gather(1, action)[:, 0]).mean()
+    return of_actor, F.mse_loss(value, reward)
 
 def optimizer(model):
-    actor, critic = model.actor.parameters(), model.critic.parameters()
-    return torch.optim.Adam([{"params": actor, "lr": 0.05}, {"params": critic, "lr": 0.02}])
+    actor = [*model.body.parameters(), *model.actor.parameters()]
+    return [torch.optim.Adam(actor, lr=0.05), torch.optim.SGD(model.critic.parameters(), 0.1, 0.9)]
 
 def measured(model, batch):
-    return 1 - model.actor(batch["x"]).softmax(1).gather(1, batch["y"][:, None]).mean()
+    return 1 - model.actor(model.body(batch["x"])).softmax(1).gather(1, batch["y"][:, None]).mean()
 """
-TWO_OPTIMIZERS_OF_ACTOR_AND_CRITIC = """
-def optimizer(model):
-    actor, critic = model.actor.parameters(), model.critic.parameters()
-    return [torch.optim.Adam(actor, lr=0.05), torch.optim.Adam(critic, lr=0.02)]
-
+BOTH_STEPS_OF_ACTOR_AND_CRITIC = """
 def step(model, optimizers, batch):
-    for part, one in zip(losses(model, batch), optimizers):
+    of_actor, of_critic = loss(model, batch)
+    for one in optimizers:
         one.zero_grad()
-        part.backward()
+    of_actor.backward(retain_graph=True)
+    kept = [parameter.grad.clone() for parameter in model.body.parameters()]
+    of_critic.backward()
+    for parameter, gradient in zip(model.body.parameters(), kept):
+        parameter.grad = gradient  # the body is the actor's
     for one in optimizers:
         one.step()
 """
@@ -385,8 +417,9 @@ ZOO = {
     "GNN": Model(GNN, falls=1.5, data=graphs),
     "LoRA": Model(LORA + CROSS_ENTROPY, falls=2),
     "torch.compile": Model(COMPILED.replace("{backend}", "aot_eager") + CROSS_ENTROPY + SGD, falls=2),
-    "GAN": Model(GAN, falls=2, beside=TWO_OPTIMIZERS_OF_A_GAN, data=points),
-    "actor and critic": Model(ACTOR_CRITIC, falls=1.5, beside=TWO_OPTIMIZERS_OF_ACTOR_AND_CRITIC),
+    "GAN": Model(GAN_MODEL + GAN, falls=2, beside=BOTH_STEPS_OF_A_GAN, data=points),
+    "GAN in turns": Model(GAN_MODEL + GAN_IN_TURNS, falls=2, beside=TURNS_OF_A_GAN, data=points),
+    "actor and critic": Model(ACTOR_CRITIC, falls=1.5, beside=BOTH_STEPS_OF_ACTOR_AND_CRITIC),
     "AUC by torchmetrics": Model(AUC + SGD, falls=2),
 }
 #: Kernels that a C++ compiler makes: half a minute for the first of them.

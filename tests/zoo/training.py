@@ -105,7 +105,7 @@ def plainly(folder: Path, model: Model, spec: JobSpec) -> Trained:
     torch.manual_seed(spec.seed)
     net = user.model()
     made = user.optimizer(net)
-    optimizers = made if isinstance(made, list) else [made]
+    optimizers = list(made.values()) if isinstance(made, dict) else made if isinstance(made, list) else [made]
     for number, lanes in enumerate(lane_batches(path, spec)):
         torch.manual_seed(step_seed(spec.seed, number, 0))
         user.step(net.train(), optimizers, *(batch_of(user, columns) for columns in lanes))

@@ -274,7 +274,7 @@ class ReplicaOptimizer(Protocol):
 def optimizer_of(compute: Compute) -> ReplicaOptimizer:
     """Without state, or with the one that its class begins with. Raises InvalidArgument: there is no such
     optimizer."""
-    if compute.layout.optimizer.name in OF_WHOLE_PARAMETERS:
+    if OF_WHOLE_PARAMETERS.keys() & compute.layout.optimizer.class_names:
         return EachParameter(compute)
     return EachBlock(compute)
 
@@ -286,11 +286,14 @@ class EachBlock:
         self._compute, layout = compute, compute.layout
         self._blocks = _of_parameters(compute)
         self._groups = [segment.group for segment in layout.segments]
-        chosen, parts, name = _arguments(compute), ParameterParts(layout), layout.optimizer.name
+        chosen, parts, spec = _arguments(compute), ParameterParts(layout), layout.optimizer
         self._freezing = Freezing(parts)
         self._optimizers = {
             block.number: block_optimizer(
-                name, chosen[block.segment], _staging(compute, block), parts.of(block)
+                spec.class_of(self._groups[block.segment]),
+                chosen[block.segment],
+                _staging(compute, block),
+                parts.of(block),
             )
             for block in self._blocks
         }
@@ -345,7 +348,8 @@ class EachParameter:
         chosen = _arguments(compute)
         for place in self._places:
             nothing = torch.empty(0, dtype=DTYPES[layout.segments[place.segment].dtype])
-            optimizer = BlockOptimizer(layout.optimizer.name, chosen[place.segment], nothing)
+            name = layout.optimizer.class_of(layout.segments[place.segment].group)
+            optimizer = BlockOptimizer(name, chosen[place.segment], nothing)
             optimizer.load(self._first_state(place, optimizer, nothing.dtype))
             self._optimizers.append(optimizer)
             for block, _, _ in place.parts:

@@ -129,7 +129,8 @@ class SyncLoop:
                 try:
                     version = await self._step(version)
                 except FrozenDiffer as error:
-                    told = lanes_differ(self._compute.places, int(error.details["parameter"]))
+                    number, kind = int(error.details["parameter"]), str(error.details.get("kind"))
+                    told = lanes_differ(self._compute.places, number, kind)
                     raise InvalidArgument(told, step=version.version) from error
 
     async def _step(self, version: StepRecord) -> StepRecord:

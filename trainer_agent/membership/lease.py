@@ -309,7 +309,7 @@ def check_layout(mine: Layout, job: Layout) -> None:
         differences.append(f"block_bytes ({mine.block_bytes}, the job has {job.block_bytes})")
     if mine.tables != job.tables:
         differences.append(f"embedding tables ({_different_tables(mine.tables, job.tables)})")
-    if mine.optimizer.name != job.optimizer.name:
+    if (mine.optimizer.name, mine.optimizer.classes) != (job.optimizer.name, job.optimizer.classes):
         differences.append(f"the optimizer ({mine.optimizer.name}, the job has {job.optimizer.name})")
     if mine.initial != job.initial and not differences:
         raise LayoutMismatch(

@@ -7,7 +7,6 @@ checkpoint ─► blocks ─give_back─► optimizer.state ─► training.pt
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from trireme_shared.serving.core.freezing import BEGUN, block_numbers, numbers_o
 from trireme_shared.serving.core.geometry import ParameterParts
 from trireme_shared.serving.core.optimizers import State
 from trireme_shared.serving.optimizers.classes import SCALAR, kinds_of
+from trireme_shared.serving.optimizers.several import forget_state
 
 
 class BlockStates:
@@ -99,7 +99,7 @@ class BlockStates:
 
     def give_back(self) -> None:
         """Raises InvalidArgument: a parameter lies in blocks that were stepped differently often."""
-        self._optimizer.state = defaultdict(dict)  # while training went on, it refused to be read and written
+        forget_state(self._optimizer)  # while training went on, it refused to be read and written
         for place, parameter in self._parameters:
             found = [self._numbers_of(block, place) for block in self._plan.blocks_of(place)]
             if any(numbers is None for numbers in found):  # it was always frozen
@@ -150,7 +150,9 @@ def write_training(
     values = without_wrappers(model, model.state_dict())
     found: dict[str, Any] = {"model": values, "optimizer": optimizer.state_dict()}
     if lane_zero is not None and lane_zero.scheduler:
-        found["scheduler"] = decode(lane_zero.scheduler["state"])
+        state = decode(lane_zero.scheduler["state"])
+        is_list = all(name.isdecimal() for name in state)  # of schedulers, see schedule.Schedulers
+        found["scheduler"] = list(state.values()) if is_list else state
     with files.write_atomic(url) as file:
         torch.save(found, file)
     return url

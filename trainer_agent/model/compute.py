@@ -38,6 +38,13 @@ LANES_DIFFER = (
     "buffer that loss counts up (each lane begins a step with the same value), not on records or on a "
     "counter of the process; or set lanes=1"
 )
+LOSSES_DIFFER = (
+    "lanes of one step differ in whether the optimizer of the parameter {name} has a loss; all of them step "
+    "the same optimizers: let loss(model, batch) choose by what lanes share, such as an int64 buffer that it "
+    "counts up (each lane begins a step with the same value), not by records or by a counter of the process; "
+    "a lane that has nothing for an optimizer gives it a loss of 0 that depends on its parameters; or set "
+    "lanes=1"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +68,8 @@ NOTHING_BEFORE = BeforeStep()
 class LaneResult:
     """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out,
     because the loss or a gradient was not finite. `metrics`: what the script reported with
-    `trireme.log_metrics`. `warnings`: what the user should hear, each once. `frozen`,
-    `unused`: see NodeResult."""
+    `trireme.log_metrics`. `warnings`: what the user should hear, each once. `frozen`, `unused`, `resting`:
+    see NodeResult."""
 
     loss_sum: float
     records: int
@@ -71,6 +78,7 @@ class LaneResult:
     warnings: tuple[str, ...] = ()
     frozen: ParameterNumbers | None = None
     unused: ParameterNumbers | None = None
+    resting: ParameterNumbers = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +131,14 @@ def node_result(result: LaneResult) -> NodeResult:
         metrics={name: (v.total, v.weight, v.least, v.most) for name, v in result.metrics.items()},
         frozen=result.frozen,
         unused=result.unused,
+        resting=result.resting,
     )
 
 
-def lanes_differ(places: Sequence[Place], number: int) -> str:
-    """A sentence about the parameter with that number."""
+def lanes_differ(places: Sequence[Place], number: int, kind: str = "frozen") -> str:
+    """A sentence about the parameter with that number. `kind`: see FrozenDiffer."""
     name = next((place.name for place in places if place.number == number), f"number {number}")
-    return LANES_DIFFER.format(name=name)
+    return (LOSSES_DIFFER if kind == "resting" else LANES_DIFFER).format(name=name)
 
 
 class BlockSink(Protocol):

@@ -25,6 +25,7 @@ from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.flat import LiveBuffers, Plan, Vector
 from trainer_agent.model.gradient_tree import LeftOutError, check_gradients, check_loss
+from trainer_agent.model.losses import Losses, LossReader, means_of
 from trainer_agent.model.metric_objects import MetricObjects
 from trainer_agent.model.watch.freezing import FrozenParameters, on_gradient, thaws
 from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, UserCode, evaluating
@@ -33,9 +34,10 @@ from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedSt
 from trainer_agent.own_loop.changes import notices
 from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
-from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, loss_in, metrics_beside
+from trireme_shared.protocol.metrics import Logged, add, collected
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.protocol.records.metric_states import Sum
+from trireme_shared.serving.optimizers.several import IN_TURNS, Several
 from trireme_shared.tables.grouping import Grouped
 
 CHANGED_LATE = (
@@ -78,6 +80,10 @@ class MinibatchRunner:
         self._unshared, self._without = UnsharedState(model, plan, optimizer, user), MissingGradients(plan)
         #: which parameters the step leaves as they are
         self.freezing = FrozenParameters(plan, parameters, thaws=thaws(plan, user))
+        named = zip((place.name for place in plan.parameters), parameters, strict=True)
+        self._losses = LossReader(
+            user, optimizer, dict(named), may_rest=bool(plan.layout.sizes), tables=bool(plan.layout.tables)
+        )
         self._steps_here = spec.strategy is Strategy.COLLECTIVE
         self._lanes = spec.lanes if spec.mode is Mode.SYNC else spec.push_every
         self.averaged = AveragedBuffers(model, plan, self._lanes)
@@ -92,7 +98,8 @@ class MinibatchRunner:
         # by block: gradients not made yet; None: not counted in this backward
         self._missing: list[int] | None = None
         self._may_overlap = False
-        self._guard, self._objects = BackwardGuard(user), MetricObjects(user, self._device)
+        self._guard = BackwardGuard(user, several=isinstance(optimizer, Several))
+        self._objects = MetricObjects(user, self._device)
         self._notice, self._told, self._own_state = notice, set[str](), Watch(user.path, model)
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
@@ -164,27 +171,27 @@ class MinibatchRunner:
                 self._unshared.begin(current if self._device.type == "cpu" else None)
             with self._forward():
                 found = self._guard.call("loss", self._model, batch)
-        loss = checked_loss(self._user, found)
+        losses = self._losses.read(found)
         self._unshared.check(self._user)
         self.modes.check(self._user)
         if self._steps_here and torch.get_default_dtype() is torch.float64:
             raise self._user.error_of(RuntimeError(DOUBLE), fatal=True)
-        loss_to_report = self._guard.reported(loss).detach()
+        loss_to_report = self._guard.reported(losses).detach()
         # on a GPU it would wait for forward; in a loop of one's own the script goes on to its step whatever
         # the loss is
         early = self._device.type == "cpu" and self._user.loop is None
-        value = self._value(loss_to_report, found, len(records)) if early else None
+        value = self._value(loss_to_report, losses, len(records)) if early else None
         self._made = [0] * len(self._parameters)
         if self._user.loop is not None:
             loss_to_report = loss_to_report.clone()
         self._takes_at_end = self._user.loop is not None or self._has_later_hooks()
-        if self.freezing.forward_over(loss):
+        if self.freezing.forward_over(losses):
             self._missing = None  # only after backward it is known which of the parameters had a gradient
         if idle is not None:
             idle.clear()
             idle.update(self.freezing.idle)
         self._leave_alone()
-        stepped = self._guard.run(loss)
+        stepped = self._guard.run(losses)
         self._unshared.check(self._user)  # hooks run in backward, and a loop goes on to its step
         if not stepped:
             raise LeftOutError
@@ -200,7 +207,7 @@ class MinibatchRunner:
         for view, made in zip(self.gradient_views, self._made, strict=True):
             if not made:
                 view.zero_()
-        value = self._value(loss_to_report, found, len(records)) if value is None else value
+        value = self._value(loss_to_report, losses, len(records)) if value is None else value
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
         self.buffers.store(gradients, current)
@@ -221,7 +228,7 @@ class MinibatchRunner:
                     "evaluate" if self._user.has("evaluate") else "loss", self._model, batch, *objects
                 )
             if not self._user.has("evaluate"):
-                found = sums_of(found, len(records), self._user.guard)
+                found = self._losses.sums(found, len(records))
             elif objects and found is None:
                 found = {}
             return self._objects.beside(self._numbers("evaluate(model, batch)", found))
@@ -292,12 +299,12 @@ class MinibatchRunner:
             batch = self._user.guard(default_collate, records)
         return batch if self._device.type == "cpu" else on_device(batch, self._device)
 
-    def _value(self, loss: torch.Tensor, found: Any, records: int) -> float:
+    def _value(self, loss: torch.Tensor, losses: Losses, records: int) -> float:
         """Of the loss. The metrics that came with it are logged."""
         value = float(loss.item())
         if self._finite:
             check_loss(value)
-        self._user.guard(add, self.logged, metrics_beside(found), float(records))
+        self._user.guard(add, self.logged, losses.metrics, float(records))
         self.loss_sum = value * records
         return value
 
@@ -423,45 +430,13 @@ class MinibatchRunner:
             self._may_overlap = self._clip_norm is None and not in_parts
 
 
-def checked_loss(user: UserCode, found: Any) -> torch.Tensor:
-    """The loss in what the script's function returned. Raises UserCodeError."""
-    loss = user.guard(loss_in, found)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        told = "a scalar that does not depend on the parameters"
-    message = (
-        f"loss(model, batch) returned {told}; return the minibatch's mean loss, a scalar with a gradient"
-    )
-    if isinstance(loss, tuple | list):
-        message += "; other numbers stand beside it in a dict: {'loss': loss, 'accuracy': accuracy}"
-    raise user.error_of(TypeError(message))
-
-
-def sums_of(found: Any, records: int, guard: Callable[..., Any]) -> dict[str, Any]:
-    """Of a script without `evaluate`: what `loss` returned for one minibatch, times its records. `guard`
-    calls what may refuse it."""
-    values = {LOSS: guard(loss_in, found), **metrics_beside(found)}
-    return {**{name: value * records for name, value in values.items()}, "records": records}
-
-
-def means_of(sums: Mapping[str, float]) -> dict[str, float]:
-    """Of the sums that `sums_of` gave for all minibatches."""
-    records = sums.get("records")
-    return (
-        {name: total / records for name, total in sums.items() if name != "records"}
-        if records
-        else dict(sums)
-    )
-
-
 class BackwardGuard:
     """Only `run` may make gradients of parameters. Those of a backward() in the user's code would be taken
     for the minibatch's: half gradients would be pushed, or some counted twice. The parameters' hooks call
     `permit`."""
 
-    def __init__(self, user: UserCode) -> None:
+    def __init__(self, user: UserCode, *, several: bool = False) -> None:
+        """`several`: the script has several optimizers."""
         self._user = user
         self._running = self._refused = False
         instead = (
@@ -469,7 +444,7 @@ class BackwardGuard:
             if user.loop is None
             else "call trireme.backward(loss)"
         )
-        self._message = OWN_BACKWARD.format(instead=instead)
+        self._message = OWN_BACKWARD.format(instead=instead) + (IN_TURNS if several else "")
 
     def begin(self) -> None:
         """Before anything of a minibatch: a script's own loop runs to its next batch."""
@@ -501,20 +476,20 @@ class BackwardGuard:
             raise self._user.error_of(RuntimeError(self._message), fatal=True)
         return found
 
-    def run(self, loss: torch.Tensor) -> bool:
+    def run(self, losses: Losses) -> bool:
         """Backward; a script's own loop then runs to its optimizer.step(). False: its GradScaler has left
         that step out."""
         self._running = True
         try:
-            self._user.guard(loss.backward)
+            self._user.guard(losses.backward)
         finally:
             self._running = False
         return self._user.loop is None or self._user.loop.end_pass()
 
-    def reported(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to report: `loss`, as it was before the script's GradScaler scaled it."""
+    def reported(self, losses: Losses) -> torch.Tensor:
+        """The loss to report: as it was before the script's GradScaler scaled it."""
         if self._user.loop is None or self._user.loop.true_loss is None:
-            return loss
+            return losses.total
         return self._user.loop.true_loss
 
     @property

@@ -18,7 +18,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from operator import is_
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -34,9 +34,9 @@ from trireme_shared.serving.optimizers.classes import (
     OF_WHOLE_PARAMETERS,
     no_whole_parameters,
 )
-from trireme_shared.serving.optimizers.own_step import added_to_step, check_is_one, check_step
+from trireme_shared.serving.optimizers.own_step import added_to_step, check_step
+from trireme_shared.serving.optimizers.several import class_names, forget_state, joined, parts_of
 
-T = TypeVar("T")
 _WHOLE = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
 _SEVERAL_LOSSES = (
     "its step computes the loss several times (by a closure), and a step of a job has one gradient, "
@@ -71,11 +71,29 @@ BEGUN = "the optimizer has state already ({name} of {parameter}), and training w
 def spec_of(optimizer: Any) -> OptimizerSpec:
     """Class, defaults and options of each group. Raises InvalidArgument for a class that no job can have."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        check_is_one(optimizer, "optimizer(model) returned")
         raise InvalidArgument(
             f"optimizer(model) returned {type(optimizer).__name__}, not a torch.optim optimizer",
-            hint="return for example torch.optim.SGD(model.parameters(), lr=0.1)",
+            hint="return for example torch.optim.SGD(model.parameters(), lr=0.1); several of them in a list "
+            "or a dict",
         )
+    for part in parts_of(optimizer):
+        _check_class(part)
+    # a loop of one's own has made its scheduler already, which may have changed the learning rates
+    rates = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in optimizer.param_groups]
+    groups = tuple(
+        _plain_options({**group, **rate}) for group, rate in zip(optimizer.param_groups, rates, strict=True)
+    )
+    classes = tuple(class_names(optimizer))
+    names = dict.fromkeys(classes)
+    return OptimizerSpec(
+        name=", ".join(names),
+        defaults=_plain_options(optimizer.defaults),
+        groups=groups,
+        classes=classes if len(names) > 1 else (),
+    )
+
+
+def _check_class(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if type(optimizer) is not ALL_CLASSES.get(name):
         reason = ""
@@ -89,18 +107,14 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
             hint=f"use {CHOICES}",
         )
     check_step(optimizer)
-    # a loop of one's own has made its scheduler already, which may have changed the learning rates
-    rates = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in optimizer.param_groups]
-    groups = tuple(
-        _plain_options({**group, **rate}) for group, rate in zip(optimizer.param_groups, rates, strict=True)
-    )
-    return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)
 
 
-def for_job(optimizer: T, spec: JobSpec) -> T:
-    """The script's, in place with the rates of the job's global batch. Raises InvalidArgument for one that
-    the job cannot have."""
-    check_strategy(optimizer, spec.strategy)
+def for_job(made: Any, spec: JobSpec) -> Any:
+    """What the script made as one optimizer, in place with the rates of the job's global batch. Raises
+    InvalidArgument for one that the job cannot have."""
+    optimizer = joined(made, "optimizer(model) returned")
+    for part in parts_of(optimizer):
+        check_strategy(part, spec.strategy)
     return scaled(optimizer, spec)
 
 
@@ -167,7 +181,9 @@ def scheduler_facts(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[st
         for group in optimizer.param_groups
     ]
     state = encode(scheduler.state_dict()) | {"groups": groups}
-    return {"name": type(scheduler).__name__, "state": state}
+    named = getattr(scheduler, "named", None)  # of several, see schedule.Schedulers
+    name = type(scheduler).__name__ if named is None else ", ".join(type(e).__name__ for e in named.values())
+    return {"name": name, "state": state}
 
 
 def encode(value: Any) -> Any:
@@ -254,25 +270,29 @@ class OptimizerWatch:
     process, so it has no state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, elsewhere: bool) -> None:
-        self._optimizer, self._elsewhere = optimizer, elsewhere
+        self._parts, self._elsewhere = parts_of(optimizer), elsewhere
         if elsewhere:
-            optimizer.state = StateElsewhere(dict)
+            forget_state(optimizer, lambda: StateElsewhere(dict))
         self.begin()
 
     def begin(self) -> None:
         self._options, self._state = self._options_seen(), self._state_seen()
-        self._groups = [list(group["params"]) for group in self._optimizer.param_groups]
+        self._groups = [list(group["params"]) for group in self._of_parts()]
+
+    def _of_parts(self) -> list[dict[str, Any]]:
+        return [group for part in self._parts for group in part.param_groups]
 
     def change(self) -> str:
         """ "" if nothing was changed."""
-        groups = [group["params"] for group in self._optimizer.param_groups]
+        groups = [group["params"] for group in self._of_parts()]
         if len(groups) != len(self._groups) or not all(map(_same, groups, self._groups)):
             return GROUPS
         options = self._options_seen()
         if options != self._options:
             return self._of_options(options)
-        if added := added_to_step(self._optimizer):
-            return STEP.format(added=added)
+        for part in self._parts:
+            if added := added_to_step(part):
+                return STEP.format(added=added)
         return STATE if self._state_seen() != self._state else ""
 
     def _of_options(self, options: list[dict[str, Any]]) -> str:
@@ -285,24 +305,23 @@ class OptimizerWatch:
         return ""
 
     def _options_seen(self) -> list[dict[str, Any]]:
-        groups = self._optimizer.param_groups
         return [
             {
                 name: value.tolist() if isinstance(value, torch.Tensor) else value
                 for name, value in group.items()
                 if name != "params"
             }
-            for group in groups
+            for group in self._of_parts()
         ]
 
     def _state_seen(self) -> Any:
-        state = self._optimizer.state
+        states = [part.state for part in self._parts]
         if self._elsewhere:
-            return id(state)
-        names = [(*values,) for values in state.values()]
-        tensors = [value for values in state.values() for value in values.values()]
+            return list(map(id, states))
+        names = [(*values,) for state in states for values in state.values()]
+        tensors = [value for state in states for values in state.values() for value in values.values()]
         return (
-            list(map(id, state)),
+            [id(parameter) for state in states for parameter in state],
             names,
             list(map(id, tensors)),
             [getattr(each, "_version", None) for each in tensors],
@@ -331,7 +350,7 @@ def check_has_not_begun(optimizer: torch.optim.Optimizer, names: dict[int, str])
                 )
 
 
-def scaled(optimizer: T, spec: JobSpec) -> T:
+def scaled(optimizer: Any, spec: JobSpec) -> Any:
     """In place: the rates of the script's optimizer. Raises InvalidArgument: a scheduler was made of them
     already."""
     if spec.lr_scale == "none" or not isinstance(optimizer, Optimizer):

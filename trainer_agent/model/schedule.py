@@ -5,26 +5,31 @@
     ReduceLROnPlateau          a version that is evaluated
         ─► scheduler.step(metric of the evaluation before) ─► the next step
 
+Several schedulers are stepped together, at every step, whether their optimizers are or not.
+
 Asynchronous jobs: a trainer makes only some of the pushes, and PushSchedule finds the options of each.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from trainer_agent.model import optimizer
 from trainer_agent.model.compute import BeforeStep, Compute
 from trainer_agent.model.optimizer import encode
 from trainer_agent.own_loop.job_steps import known_steps
+from trireme_shared.datasets.random_state import drawing
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.records import JobSpec, Mode
 from trireme_shared.protocol.records.step import LaneZero
 from trireme_shared.serving.core.asynchronous import STATE_EVERY, newest_at
 from trireme_shared.serving.optimizers.own_step import check_scheduler_step
+from trireme_shared.serving.optimizers.several import given, named_in
 
 Guard = Callable[..., Any]
 TOO_MANY = "Tried to step "  # torch's words
@@ -32,15 +37,52 @@ MAKE_IT_SO = "make it with total_steps=trireme.total_steps() (with schedule_per 
 STEPS_AT_ONCE = 1000  # of a scheduler, until the trainer looks what else is to do
 
 
+class Schedulers:
+    """Several schedulers, by name; those of a list are "0", "1", ... Their state is one dict by name."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self.named = {name: each for name, each in named.items() if each is not None}
+
+    def __repr__(self) -> str:
+        return f"<Schedulers {', '.join(f'{n} {type(each).__name__}' for n, each in self.named.items())}>"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self.named.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for the states of others."""
+        if state.keys() != self.named.keys():
+            msg = f"it has states of {', '.join(state)}, the script has {', '.join(self.named)}"
+            raise ValueError(msg)
+        for name, each in self.named.items():
+            each.load_state_dict(state[name])
+
+
+def made_by(user: Any, optimizer: torch.optim.Optimizer, seed: int) -> Any:
+    """What the script's `scheduler(optimizer)` makes: a scheduler, Schedulers, or None."""
+    if not user.has("scheduler"):
+        return None
+    found = drawing(seed, user.call, "scheduler", given(optimizer))
+    named = named_in(found)
+    return found if named is None else Schedulers(named)
+
+
+def each_of(scheduler: Any) -> tuple[Any, ...]:
+    if isinstance(scheduler, Schedulers):
+        return tuple(scheduler.named.values())
+    return () if scheduler is None else (scheduler,)
+
+
 class Schedule:
-    """`scheduler`: the script's, or None. `guard` calls it, and makes its exceptions the user's errors."""
+    """`scheduler`: the script's, Schedulers, or None. `guard` calls it, and makes its exceptions the user's
+    errors."""
 
     def __init__(self, scheduler: Any, spec: JobSpec, guard: Guard) -> None:
-        check_scheduler(scheduler, spec)
-        check_total_steps(scheduler, spec)
+        check_schedulers(scheduler, spec)
         self.scheduler = scheduler
         self._guard = guard
-        self._on_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        self._on_plateau = [each for each in each_of(scheduler) if isinstance(each, ReduceLROnPlateau)]
+        self._others = [each for each in each_of(scheduler) if not isinstance(each, ReduceLROnPlateau)]
         self._per_epoch = spec.schedule_per == "epoch"
 
     def __repr__(self) -> str:
@@ -48,23 +90,21 @@ class Schedule:
 
     def before_step(self, before: BeforeStep) -> None:
         """In place: the optimizer's options become those of the step."""
-        if self.scheduler is None:
-            return
-        if self._on_plateau:
-            if before.metric is not None:
-                self._guard(self.scheduler.step, before.metric)
-        elif self._per_epoch and before.epoch_ended:
+        for scheduler in self._on_plateau if before.metric is not None else ():
+            self._guard(scheduler.step, before.metric)
+        if self._per_epoch and before.epoch_ended:
             self._step()
 
     def after_step(self) -> None:
         """The options of the step are read, or used."""
-        if self.scheduler is not None and not self._on_plateau and not self._per_epoch:
+        if not self._per_epoch:
             self._step()
 
     def _step(self) -> None:
         """Raises InvalidArgument behind the last step of a scheduler."""
         try:
-            self._guard(self.scheduler.step)
+            for scheduler in self._others:
+                self._guard(scheduler.step)
         except UserCodeError as error:
             if TOO_MANY not in str(error):
                 raise
@@ -73,21 +113,25 @@ class Schedule:
             ) from error
 
 
-def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
+def check_schedulers(scheduler: Any, spec: JobSpec) -> None:
     """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot
     share."""
-    optimizer.check_scaled(scheduler, spec)
-    if scheduler is not None:
-        check_scheduler_step(scheduler)
-        encode(scheduler.state_dict())
-    metric = spec.plateau_metric
-    if not isinstance(scheduler, ReduceLROnPlateau):
-        if metric is not None:
-            found = (
-                "there is no scheduler"
-                if scheduler is None
-                else f"the scheduler is {type(scheduler).__name__}"
+    schedulers = each_of(scheduler)
+    for each in schedulers:
+        if not callable(getattr(each, "step", None)):
+            raise InvalidArgument(
+                f"scheduler(optimizer) returned {type(each).__name__}, not a scheduler",
+                hint="return one of torch.optim.lr_scheduler, or a list or dict of them",
             )
+        optimizer.check_scaled(each, spec)
+        check_scheduler_step(each)
+        encode(each.state_dict())
+        check_total_steps(each, spec)
+    metric = spec.plateau_metric
+    if not any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
+        if metric is not None:
+            names = ", ".join(type(each).__name__ for each in schedulers)
+            found = f"the scheduler is {names}" if names else "there is no scheduler"
             raise InvalidArgument(
                 f"plateau_metric is {metric}, but {found}",
                 hint="leave plateau_metric out, or return a torch.optim.lr_scheduler.ReduceLROnPlateau",

@@ -40,7 +40,7 @@ from trainer_agent.model.gradient_tree import (
     check_gradients,
 )
 from trainer_agent.model.minibatch import MinibatchRunner
-from trainer_agent.model.schedule import Schedule
+from trainer_agent.model.schedule import Schedule, made_by
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
 from trainer_agent.own_loop.turns import use_threads
@@ -58,6 +58,7 @@ from trireme_shared.protocol.records.job_choices import Narrow
 from trireme_shared.protocol.records.layout import Layout
 from trireme_shared.protocol.records.metric_states import Sum
 from trireme_shared.protocol.records.step import LaneZero
+from trireme_shared.serving.optimizers.several import parts_of
 
 if TYPE_CHECKING:
     from trainer_agent.tables.trained import Lookup
@@ -118,12 +119,10 @@ class TorchCompute:
         )
         self.plan: Plan = replace(laid_out, layout=layout)
         self.places = self.plan.parameters
-        scheduler = (
-            drawing(spec.seed, user.call, "scheduler", self.optimizer) if user.has("scheduler") else None
-        )
-        self._schedule = Schedule(scheduler, spec, user.guard)
+        self._schedule = Schedule(made_by(user, self.optimizer, spec.seed), spec, user.guard)
         # the servers step; without it schedulers warn about their order
-        vars(self.optimizer)["_opt_called"] = True
+        for part in parts_of(self.optimizer):
+            vars(part)["_opt_called"] = True
         self._bind_parameters()
         self._initial_states: BlockStates | None = None
         self.by_columns = not user.has("collate")
@@ -347,6 +346,7 @@ class TorchCompute:
             metrics=minibatch.logged,
             frozen=freezing.frozen,
             unused=freezing.unused,
+            resting=freezing.resting,
         )
 
     def _backward(

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from queue import SimpleQueue
 from types import MethodType
@@ -34,7 +34,16 @@ from trainer_agent.own_loop.changes import check_none_is_left, forget_those_of_o
 from trainer_agent.own_loop.mixed_precision import Scaling, autocast_here, unscale_for_kernel
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.metrics import Logged, collect_in, collector, loss_in
-from trireme_shared.serving.optimizers.own_step import check_is_one, check_step
+from trireme_shared.serving.optimizers.own_step import check_step
+from trireme_shared.serving.optimizers.several import (
+    IN_TURNS,
+    Several,
+    given,
+    joined,
+    losses_of,
+    named_in,
+    parts_of,
+)
 
 FUNCTIONS = "collate", "ids", "evaluate", "evaluation_metrics", "metrics"
 CLOSE_S = 5.0
@@ -46,6 +55,21 @@ OVERRULED = (
 )
 
 
+AT_ONCE = (
+    "; of several optimizers give the loss of each at once, by its name or in their order, and call their "
+    "step() behind it" + IN_TURNS
+)
+NOT_DUE = (
+    "optimizer.step() was called a second time for one batch, or for an optimizer that has no loss in it: "
+    "trireme.backward got the losses of others alone"
+)
+SCALED = (
+    "a GradScaler leaves the step of one optimizer out and makes that of another, and a batch of a job is "
+    "trained or left out as a whole: train several optimizers without it (precision = bf16 needs none), or "
+    "make one optimizer with a group for each"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What the script gave to `trireme.prepare`. `hooks`: collate, ids, scheduler, evaluation_dataset,
@@ -53,7 +77,7 @@ class Prepared:
     policies by pattern (see trainer_agent.model.buffer_policies)."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     dataset: Any
     hooks: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -68,13 +92,13 @@ def check_prepared(parts: Prepared) -> None:
         msg = f"trireme.prepare got {type(parts.model).__name__} as the model; give a torch.nn.Module"
         raise TypeError(msg)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        check_is_one(optimizer, "trireme.prepare got")
         msg = (
             f"trireme.prepare got {type(parts.optimizer).__name__} as the optimizer; give a "
             "torch.optim optimizer"
         )
         raise TypeError(msg)
-    check_step(parts.optimizer)  # here the script's own `step` is still there
+    for part in parts_of(optimizer):
+        check_step(part)  # here the script's own `step` is still there
     for name in FUNCTIONS:
         if name in parts.hooks and not callable(parts.hooks[name]):
             msg = f"trireme.prepare got {type(parts.hooks[name]).__name__} as {name}; give a function"
@@ -98,9 +122,8 @@ def is_function(scheduler: Any) -> bool:
     return callable(scheduler) and not hasattr(scheduler, "step")
 
 
-def check_loss(loss: Any) -> None:
-    """Raises TypeError; InvalidArgument for a dict without a loss."""
-    loss = loss_in(loss)
+def _check_loss(loss: Any) -> None:
+    """Raises TypeError."""
     if not isinstance(loss, torch.Tensor):
         msg = (
             f"trireme.backward got {type(loss).__name__}; give it the minibatch's mean loss, a scalar tensor"
@@ -188,6 +211,7 @@ class OwnLoop:
         self._place, self._ends = Place.START, False
         self._loss: Any = None
         self._left_out = False  # in this pass, by the script's GradScaler
+        self._due: list[torch.optim.Optimizer] = []  # those that the script has to step in this pass
         self.changes_gradients = False  # the first pass did, between trireme.backward and optimizer.step
         self.undone_buffer = ""  # the name of one that the script changed behind optimizer.step()
         self.scaling = Scaling(self._scaler_stepped)
@@ -364,19 +388,24 @@ class OwnLoop:
         _running.set(self)
         self.scaling.use()
 
-    def prepare(self, parts: Prepared) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+    def prepare(self, parts: Prepared) -> tuple[nn.Module, Any, Batches]:
         """See trireme.prepare. Raises RuntimeError, TypeError, ValueError."""
         if self._prepared is not None:
             raise RuntimeError("trireme.prepare was called twice; a script trains one model")
+        parts = replace(parts, optimizer=joined(parts.optimizer, "trireme.prepare got"))
         check_prepared(parts)
         self._prepared = parts
+        for part in parts_of(parts.optimizer):
+            self._take_over(part)
         scheduler = parts.hooks.get("scheduler")
-        self._take_over(parts.optimizer, None if is_function(scheduler) else scheduler)
+        if scheduler is not None and not is_function(scheduler):
+            for each in (named_in(scheduler) or {"": scheduler}).values():
+                self._take_over_scheduler(each)
         self._hand_over(Place.PREPARED)
         self.threads_notice = use_threads(self._threads)
         for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:
             torch.cuda.set_device(device)  # of this thread, so that the script's `.cuda()` means the same
-        return parts.model, parts.optimizer, Batches(self)
+        return parts.model, given(parts.optimizer), Batches(self)
 
     def check_not_over(self) -> None:
         """Raises RuntimeError."""
@@ -415,20 +444,37 @@ class OwnLoop:
                 "trireme.backward was called twice for one batch; add the losses and call it once "
                 "(to accumulate gradients over "
                 "several minibatches, set lanes)"
+                + (AT_ONCE if isinstance(self.prepared.optimizer, Several) else "")
             )
         if self._place is not Place.COMPUTES:
             raise RuntimeError(
                 f"trireme.backward was called without a batch: the script is {self._place.value}"
             )
-        check_loss(loss)
-        self.true_loss = self.scaling.unscaled(loss_in(loss))
+        self._take_losses(loss)
         check_none_is_left(self._held())
         for context in self._autocast:
             context.__exit__(None, None, None)
         self._loss = loss
         self._hand_over(Place.LOSS)
 
-    def _step(self, closure: Any = None) -> None:
+    def _take_losses(self, loss: Any) -> None:
+        """Raises TypeError, InvalidArgument."""
+        optimizer = self.prepared.optimizer
+        several = losses_of(optimizer, loss) if isinstance(optimizer, Several) else None
+        self._due, self.true_loss = list(parts_of(optimizer)), None
+        if isinstance(optimizer, Several) and self.scaling.is_used:
+            raise TypeError(SCALED)
+        if several is None:
+            _check_loss(loss_in(loss))
+            self.true_loss = self.scaling.unscaled(loss_in(loss))
+            return
+        for each in several.values():
+            if each is not None:
+                _check_loss(each)
+        both = zip(self._due, several.values(), strict=True)
+        self._due = [part for part, each in both if each is not None]
+
+    def _step(self, part: torch.optim.Optimizer, closure: Any = None) -> None:
         if closure is not None:
             raise TypeError("optimizer.step() takes no closure here: trireme.backward computes the gradients")
         if self._place is not Place.HAS_GRADIENTS:
@@ -436,8 +482,12 @@ class OwnLoop:
                 "optimizer.step() was called without trireme.backward(loss): the script is "
                 f"{self._place.value}"
             )
-        self._left_out = not unscale_for_kernel(self.prepared.optimizer)
-        self._end_pass()
+        if not any(part is due for due in self._due):
+            raise RuntimeError(NOT_DUE)
+        self._due = [due for due in self._due if due is not part]
+        self._left_out = not unscale_for_kernel(part)
+        if not self._due:
+            self._end_pass()
 
     def _scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """`scaler.step(optimizer)` is over. If it called no `optimizer.step()`, this batch is left out."""
@@ -457,13 +507,13 @@ class OwnLoop:
             )
         real(set_to_none=set_to_none)
 
-    def _take_over(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """The script's calls of step and zero_grad come here. What schedulers expect of `step` stays: it is a
         bound method."""
         real_step, real_zero = type(optimizer).step, type(optimizer).zero_grad
 
         def step(bound: Any, closure: Any = None) -> Any:
-            return real_step(bound, closure) if self._is_acting else self._step(closure)
+            return real_step(bound, closure) if self._is_acting else self._step(bound, closure)
 
         def zero_grad(bound: Any, set_to_none: bool = True) -> None:
             self._zero_grad(MethodType(real_zero, bound), set_to_none)
@@ -471,16 +521,16 @@ class OwnLoop:
         vars(step)["_wrapped_by_lr_sched"] = True  # else schedulers warn that theirs was replaced
         vars(optimizer)["step"] = MethodType(step, optimizer)
         vars(optimizer)["zero_grad"] = MethodType(zero_grad, optimizer)
-        if scheduler is not None:
-            kind = type(scheduler)
 
-            def schedule(bound: Any, *arguments: Any, **named: Any) -> Any:
-                return kind.step(bound, *arguments, **named) if self._is_acting else None
+    def _take_over_scheduler(self, scheduler: Any) -> None:
+        """The script's calls of its step do nothing."""
+        kind = type(scheduler)
 
-            # no attribute of its own: those are part of a scheduler's state
-            scheduler.__class__ = type(
-                kind.__name__, (kind,), {"step": schedule, "__module__": kind.__module__}
-            )
+        def schedule(bound: Any, *arguments: Any, **named: Any) -> Any:
+            return kind.step(bound, *arguments, **named) if self._is_acting else None
+
+        # no attribute of its own: those are part of a scheduler's state
+        scheduler.__class__ = type(kind.__name__, (kind,), {"step": schedule, "__module__": kind.__module__})
 
     @property
     def _is_acting(self) -> bool:

@@ -149,6 +149,10 @@ class OneLane:
             self._tables = LocalTables(self._layers.specs, slot_count)
             self._layers.bind(self._tables)
 
+    @property
+    def are_there(self) -> bool:
+        return self._tables is not None
+
     def start_with(self, starts: Sequence[StartTable]) -> None:
         """See LocalTables.start_with."""
         if self._tables is not None:

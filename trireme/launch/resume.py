@@ -462,8 +462,11 @@ def _optimizers(old: Facts, new: Facts) -> str:
         return f"the optimizer was {old['name']}, now it is {new['name']}"
     if len(old["groups"]) != len(new["groups"]):
         return f"the optimizer had {len(old['groups'])} groups, now it has {len(new['groups'])}"
+    classes = new.get("classes") or [new["name"]] * len(new["groups"])
+    if (before := old.get("classes")) and before != classes:
+        return f"the optimizers of the groups were {', '.join(before)}, now they are {', '.join(classes)}"
     for number, option, before, after in _options(old, new):
-        if not _may_change(new["name"], option, before, after):
+        if not _may_change(classes[number], option, before, after):
             return f"the optimizer's {option} was {before!r}, now it is {after!r} (group {number})"
     of_groups = {option for group in new["groups"] for option in group}
     for option in (old["defaults"].keys() & new["defaults"].keys()) - of_groups:

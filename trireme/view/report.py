@@ -1,5 +1,5 @@
 """The summary of a run: what was trained, how well, where the model is; or what failed, with the user's
-traceback on top."""
+traceback on top. And the lines of one in this process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.evaluations import evaluated_point
 from trireme_shared.protocol.records import JobSpec, JobState, Mode, Phase, UserFailure
 
 LISTED = 100  # discarded tasks in the document
 SHOWN = 5  # and in the summary
 SHOWN_EPOCHS = 8  # in the summary
+REPORT_SECONDS = 2.0
 FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "cause")
 # as trireme_shared.platform.runtime.ids.new_id makes them, one for each start; not the end of a UUID
 _TOKEN = re.compile(r"(?<=[\w])(?<![0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4})-[0-9a-f]{12}\b")
@@ -223,3 +225,27 @@ def without_tokens(sentence: str) -> str:
     """Names of processes as people use them, and as `trireme chaos kill` takes them: `trainer-0-4da120b091a6
     joined` -> `trainer-0 joined`."""
     return _TOKEN.sub("", sentence)
+
+
+class ProgressLines:
+    """Of training in this process: a line every REPORT_SECONDS, and one at each epoch's end."""
+
+    def __init__(self, spec: JobSpec, records: int, report: Any) -> None:
+        self._spec, self._records, self._report = spec, records, report
+        self._epoch_started = self._last = clock.monotonic()
+
+    def update(
+        self, epoch: int, step: int, records: int, means: Mapping[str, float], *, final: bool = False
+    ) -> None:
+        now = clock.monotonic()
+        if not final and now - self._last < REPORT_SECONDS:
+            return
+        rate = records / max(now - self._epoch_started, 1e-9)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+        self._report(
+            f"epoch {epoch + 1}/{self._spec.epochs}  step {step}  {shown}  "
+            f"{records}/{self._records} records  {rate:.0f}/s"
+        )
+        self._last = now
+        if final:
+            self._epoch_started = now

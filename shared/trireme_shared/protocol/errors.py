@@ -116,8 +116,9 @@ class StepTorn(CallerError):
 
 
 class FrozenDiffer(InvalidArgument):
-    """Two lanes of a step differ in whether a parameter requires a gradient; the job ends. `details`:
-    parameter (its number in the layout), step."""
+    """Two lanes of a step differ in whether a parameter is trained; the job ends. `details`: parameter (its
+    number in the layout), step, kind ("frozen": it requires no gradient; "resting": its optimizer has no
+    loss)."""
 
     code, status = "FROZEN_DIFFER", 409
 

@@ -39,6 +39,11 @@ def is_own(name: str) -> bool:
     return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
+def is_free_name(name: object) -> bool:
+    """Whether a script may call a metric so."""
+    return isinstance(name, str) and re.match(NAME, name) is not None and not is_own(name)
+
+
 def rate_names(groups: int) -> list[str]:
     """Of the learning rates of so many parameter groups."""
     return [LEARNING_RATE] if groups == 1 else [f"{LEARNING_RATE}.{group}" for group in range(groups)]
@@ -97,8 +102,8 @@ def loss_in(found: Any) -> Any:
     if LOSS not in found:
         names = ", ".join(map(str, found)) or "nothing"
         raise InvalidArgument(
-            f'loss returned a dict with {names:.200}; its entry "loss" is what is trained, of several losses '
-            "their sum (docs/habits.md)"
+            f'loss returned a dict with {names:.200}; its entry "loss" is what is trained: of several losses '
+            "their sum; or let optimizer(model) return a dict with an optimizer for each (docs/habits.md)"
         )
     return found[LOSS]
 

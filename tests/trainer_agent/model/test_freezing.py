@@ -46,10 +46,18 @@ CASES = [
 class OnServers:
     """Steps on a parameter server. `copied`: blocks and states go on from there."""
 
-    def __init__(self, compute: TorchCompute, record: StepRecord, copied: OnServers | None = None) -> None:
+    def __init__(
+        self, compute: TorchCompute, record: StepRecord, copied: OnServers | None = None, lanes: int = 1
+    ) -> None:
         self.compute, self.record = compute, record
         header = InitHeader(
-            job="j", generation=0, mode=Mode.SYNC, lanes=1, layout=compute.layout, pserver=0, record=record
+            job="j",
+            generation=0,
+            mode=Mode.SYNC,
+            lanes=lanes,
+            layout=compute.layout,
+            pserver=0,
+            record=record,
         )
         self.store = store_of(header)
         for block in compute.layout.blocks():
@@ -117,7 +125,7 @@ class InReplica:
             payload = self.compute.contribution((0, 1), block)
             dtype = self.compute.plan.blocks[block].dtype
             gradients[block] = tensor_over(payload, dtype).clone() if payload.nbytes else None
-        fields = {"frozen": result.frozen, "unused": result.unused}
+        fields = {"frozen": result.frozen, "unused": result.unused, "resting": result.resting}
         record = StepRecord(version=number + 1, positions=POSITIONS, lane_zero=lane_zero, **fields)
         self.replica.step(gradients, record)
         self.replica.swap()

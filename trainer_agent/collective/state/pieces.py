@@ -78,7 +78,7 @@ class WholeBlocks:
 def wanted_pieces(compute: Compute) -> list[Wanted]:
     """All that a replica consists of. Raises InvalidArgument: there is no such optimizer."""
     layout = compute.layout
-    spec, whole = layout.optimizer, layout.optimizer.name in OF_WHOLE_PARAMETERS
+    spec, whole = layout.optimizer, bool(OF_WHOLE_PARAMETERS.keys() & layout.optimizer.class_names)
     chosen = [
         arguments(spec, segment.group, segment.dtype, whole=whole) if segment.kind == "param" else None
         for segment in layout.segments
@@ -105,7 +105,8 @@ def _of_block(layout: Layout, block: Block, chosen: Options | None, parts: Param
     def made(version: int, values: Tensors, states: States) -> Piece:
         optimizer = None
         if chosen is not None:
-            optimizer = block_optimizer(layout.optimizer.name, chosen, values[block.number], parts.of(block))
+            name = layout.optimizer.class_of(group)
+            optimizer = block_optimizer(name, chosen, values[block.number], parts.of(block))
             optimizer.load(dict(states[block.number]))
         return _Block(block, version, values[block.number], optimizer, group, freezing)
 
@@ -118,7 +119,7 @@ def _of_parameter(layout: Layout, place: Gathered, chosen: Options, order: Mappi
 
     def made(version: int, values: Tensors, states: States) -> Piece:
         own = place.gathered(values)
-        optimizer = BlockOptimizer(layout.optimizer.name, chosen, own)
+        optimizer = BlockOptimizer(layout.optimizer.class_of(group), chosen, own)
         numbers = [block.number for block, _, _ in place.parts]
         state = {}
         for name, first in states[numbers[0]].items():

@@ -5,10 +5,12 @@ makes of `requires_grad` in a minibatch, and which parameters no minibatch has u
         ─► backward ─► frozen: no gradient, because it requires none
                        unused: no gradient yet, or none since it began to require one: no loss depended on it,
                                or forward had used it before it was thawed
+                       resting: it belongs to one of several optimizers, which has no loss in this step
         ─► goes with the lane's result, becomes part of the next version
 
-All lanes of a step freeze the same parameters, and those that none of them uses are unused in the step. A
-trainer that joins, or goes back to a checkpoint, goes on with what the version says, whatever it saw before.
+All lanes of a step freeze the same parameters and step the same optimizers, and parameters that none of them
+uses are unused in the step. A trainer that joins, or goes back to a checkpoint, goes on with what the version
+says, whatever it saw before.
 
 What is frozen and unused is known in front of backward, from the graph, so that blocks can be sent while
 backward runs.
@@ -19,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import attrgetter, ne
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_agent.model.compute import lanes_differ
 from trainer_agent.model.flat import Plan
+from trainer_agent.model.losses import Losses
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trireme_shared.protocol.lanes import intervals
 from trireme_shared.protocol.records.step import ParameterNumbers, StepRecord, numbers_in
@@ -62,13 +64,17 @@ class FrozenParameters:
         self._frozen: frozenset[int] = frozenset()  # in this lane
         self._spared: frozenset[int] = frozenset()  # required and unused, as the graph says
         self._spared_before: frozenset[int] = frozenset()  # of the last lane, as its backward said
-        self._told = self._frozen, self._spared  # as places: `frozen` and `unused`
         #: of the last lane, see NodeResult; None: not known in this job
         self.frozen: ParameterNumbers | None = () if self._is_sync else None
         self.unused: ParameterNumbers | None = self.frozen
         #: the parameters that this lane leaves as they are, by their places in the plan
         self.indices: frozenset[int] = frozenset()
-        #: blocks of which all parameters are frozen in this lane, and so in all lanes of the step
+        self._resting: frozenset[int] = frozenset()  # in this lane: their optimizer has no loss
+        self._resting_of_step: ParameterNumbers | None = None
+        self.resting: ParameterNumbers = ()
+        #: as places: `frozen`, `unused` and `resting`
+        self._told = self._frozen, self._spared, self._resting
+        #: blocks of which all parameters are frozen or rest in this lane, and so in all lanes of the step
         self.idle: frozenset[int] = frozenset()
         self.begin_step(None)
 
@@ -86,7 +92,7 @@ class FrozenParameters:
 
     def _begin(self, frozen: ParameterNumbers | None, unused: ParameterNumbers | None) -> None:
         if self._is_sync:
-            self._of_step = None
+            self._of_step = self._resting_of_step = None
             if (frozen, unused) == self._of_version:
                 return
             self._of_version = frozen, unused
@@ -101,25 +107,26 @@ class FrozenParameters:
             for parameter, required in zip(self._parameters, self._begun, strict=True):
                 parameter.requires_grad_(required)
 
-    def forward_over(self, loss: torch.Tensor) -> bool:
+    def forward_over(self, losses: Losses) -> bool:
         """Called in front of backward; answers whether something is new, so that only the end of backward
         shows whether it is as the graph says."""
         if not self._is_sync:
             return False
-        if (now := self._required()) != self._now:
-            self._now = now
+        if (now := self._required()) != self._now or losses.resting != self._resting:
+            self._now, self._resting = now, losses.resting
             self._frozen = frozenset(index for index, required in enumerate(now) if not required)
-            touched = {block for index in self._frozen for block in self._blocks_of[index]}
-            self.idle = frozenset(block for block in touched if self._members[block] <= self._frozen)
+            left = self._frozen | self._resting
+            touched = {block for index in left for block in self._blocks_of[index]}
+            self.idle = frozenset(block for block in touched if self._members[block] <= left)
         self._unused = self._begun_unused
         if now != self._begun:
             both = enumerate(zip(now, self._begun, strict=True))
             self._unused = self._unused.union(
                 index for index, (is_now, begun) in both if is_now and not begun
             )
-        self._spared = self._unused - self._frozen
+        self._spared = self._unused - self._frozen - self._resting
         if self._spared and self._thaws:  # a loop of its own may change gradients until its step
-            used = _leaves(loss)
+            used = losses.leaves()
             self._spared = frozenset(each for each in self._spared if id(self._parameters[each]) not in used)
         self._tell()
         return self._now != self._begun or self._spared != self._spared_before
@@ -143,10 +150,10 @@ class FrozenParameters:
         return list(map(REQUIRED, self._parameters))
 
     def _tell(self) -> None:
-        self.indices = self._frozen | self._spared
-        if (told := (self._frozen, self.indices & self._unused)) != self._told:
+        self.indices = self._frozen | self._spared | self._resting
+        if (told := (self._frozen, self.indices & self._unused, self._resting)) != self._told:
             self._told = told
-            self.frozen, self.unused = map(self._numbers, told)
+            self.frozen, self.unused, self.resting = map(self._numbers, told)
 
     def _indices(self, numbers: ParameterNumbers) -> frozenset[int]:
         known = set(numbers_in(numbers))
@@ -158,24 +165,15 @@ class FrozenParameters:
     def _compare(self, user: UserCode) -> None:
         if self._of_step is None:
             self._of_step = self.frozen
-        if differ := set(numbers_in(self.frozen or ())) ^ set(numbers_in(self._of_step or ())):
-            raise user.error_of(RuntimeError(lanes_differ(self._places, min(differ))), fatal=True)
-
-
-def _leaves(loss: torch.Tensor) -> set[int]:
-    """The ids of the tensors that backward makes gradients of, as far as the graph shows them: what a
-    reentrant checkpoint computes is not in it."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen, found = set(waiting), {id(loss)}
-    while waiting:
-        node = waiting.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(id(leaf))
-        for following, _ in getattr(node, "next_functions", ()):
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found
+        if self._resting_of_step is None:
+            self._resting_of_step = self.resting
+        for kind, own, first in (
+            ("frozen", self.frozen, self._of_step),
+            ("resting", self.resting, self._resting_of_step),
+        ):
+            if differ := set(numbers_in(own or ())) ^ set(numbers_in(first or ())):
+                told = lanes_differ(self._places, min(differ), kind)
+                raise user.error_of(RuntimeError(told), fatal=True)
 
 
 def thaws(plan: Plan, user: UserCode) -> bool:

@@ -173,9 +173,11 @@ class MissingGradients:
             for place in plan.parameters
         ]
         self._decays = [bool(each.get("weight_decay")) for each in options]
-        self._remembers = [spec.name != "SGD" or bool(each.get("momentum")) for each in options]
+        names = [spec.class_of(plan.layout.segments[place.segment].group) for place in plan.parameters]
+        both = list(zip(names, options, strict=True))
+        self._remembers = [name != "SGD" or bool(each.get("momentum")) for name, each in both]
         # a zero gradient is kept as if there was none, but for counters of steps and a dampened momentum
-        self._counts = [spec.name != "SGD" or bool(each.get("dampening")) for each in options]
+        self._counts = [name != "SGD" or bool(each.get("dampening")) for name, each in both]
         self._had = [False] * len(self._names)
         self._replaced: set[int] = set()  # stepped without a gradient before they had one
         self._told: set[str] = set()

@@ -60,14 +60,14 @@ FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 PARAMETER = (
     "changed the parameter {name}; only the optimizer may change parameters, because trainers do not share "
     "other changes (nn.Embedding does it with max_norm: leave that out; averages of parameters are "
-    "trireme.nn.Ema(module, decay), docs/buffers.md; a second optimizer is a group of the first one, "
-    "docs/habits.md)"
+    "trireme.nn.Ema(module, decay), docs/buffers.md; a second optimizer stands beside the first one in what "
+    "optimizer(model) returns, and neither is stepped by the script, docs/habits.md)"
 )
 FROZEN = (
     "changed the parameter {name}, which is not trained; trainers do not share such changes: "
     "make it a floating-point buffer (register_buffer), which they share; averages of parameters are "
-    "trireme.nn.Ema(module, decay) (docs/buffers.md); those of a second optimizer are a "
-    "group of the first one (docs/habits.md)"
+    "trireme.nn.Ema(module, decay) (docs/buffers.md); those of a second optimizer stand with it in what "
+    "optimizer(model) returns (docs/habits.md)"
 )
 RESHAPED = (
     "changed the buffer {name}: it was {before}, and now it is {after}; trainers share the values "

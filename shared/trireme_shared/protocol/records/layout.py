@@ -78,6 +78,16 @@ class OptimizerSpec(Record):
     name: str
     defaults: dict[str, Any]
     groups: tuple[dict[str, Any], ...]
+    #: The class of each group, if a job has optimizers of several classes; `name` is no class then.
+    classes: tuple[str, ...] = ()
+
+    def class_of(self, group: int) -> str:
+        return self.classes[group] if 0 <= group < len(self.classes) else self.name
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys(self.classes)) or (self.name,)
 
 
 def schedule_factor(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> float:

@@ -92,6 +92,8 @@ class NodeResult(LaneSums):
     #: The parameters that have had no gradient yet, or none since they began to require one. None: see
     # `frozen`.
     unused: ParameterNumbers | None = None
+    #: The parameters of the optimizers that have no loss in the step; all lanes agree on them.
+    resting: ParameterNumbers = ()
 
 
 class StepResult(LaneSums):
@@ -121,13 +123,15 @@ class StepRecord(Record):
     # lane has told it until now, so it is as at first.
     frozen: ParameterNumbers | None = None
     unused: ParameterNumbers | None = None
+    resting: ParameterNumbers = ()
 
     @property
     def left_alone(self) -> ParameterNumbers:
         """The parameters that the step which made this version has left as they were."""
-        if not self.unused:
-            return self.frozen or ()
-        return tuple(intervals(sorted({*numbers_in(self.frozen or ()), *numbers_in(self.unused)})))
+        kinds = [numbers for numbers in (self.frozen, self.unused, self.resting) if numbers]
+        if len(kinds) < 2:
+            return kinds[0] if kinds else ()
+        return tuple(intervals(sorted({number for numbers in kinds for number in numbers_in(numbers)})))
 
     @property
     def asked(self) -> CheckpointAsked | None:
@@ -149,6 +153,7 @@ def joined(left: NodeResult, right: NodeResult) -> NodeResult:
         metrics={name: _added(left.metrics.get(name), right.metrics.get(name)) for name in names},
         frozen=right.frozen if left.frozen is None else left.frozen,
         unused=unused_in((left, right)),
+        resting=right.resting if left.frozen is None else left.resting,
     )
 
 

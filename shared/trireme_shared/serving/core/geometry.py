@@ -86,7 +86,7 @@ Parts = tuple[tuple[int, int], ...]
 
 def rounds_by_parameter(optimizer: OptimizerSpec, segment: Segment) -> bool:
     """Whether bits of a step of this segment depend on where its parameters end."""
-    if segment.kind != "param" or optimizer.name in OF_WHOLE_PARAMETERS:
+    if segment.kind != "param" or optimizer.class_of(segment.group) in OF_WHOLE_PARAMETERS:
         return False
     options = {**optimizer.defaults, **optimizer.groups[segment.group]}
     return is_narrow(segment.dtype) or bool(options.get("fused"))

@@ -38,16 +38,24 @@ Positions = Mapping[int, LanePosition]
 UNKNOWN: tuple[int, int, ParameterNumbers] = (-1, 0, ())
 
 
-def check_frozen(step: int, one: ParameterNumbers, other: ParameterNumbers) -> None:
-    """`one`, `other`: of two lanes, the parameters that are frozen in the step. Raises FrozenDiffer: both
-    lanes must say the same."""
-    if one != other:
-        first = min(set(numbers_in(one)) ^ set(numbers_in(other)))
-        raise FrozenDiffer(
-            f"lanes differ in whether parameter number {first} requires a gradient in step {step}",
-            parameter=first,
-            step=step,
-        )
+def check_alike(step: int, one: NodeResult, other: NodeResult) -> None:
+    """Raises FrozenDiffer: lanes of a step must say the same of what is frozen and of what rests."""
+    for kind, mine, theirs, what in (
+        ("frozen", one.frozen or (), other.frozen or (), "requires a gradient"),
+        ("resting", one.resting, other.resting, "belongs to an optimizer with a loss"),
+    ):
+        if mine != theirs:
+            first = min(set(numbers_in(mine)) ^ set(numbers_in(theirs)))
+            raise FrozenDiffer(
+                f"lanes differ in whether parameter number {first} {what} in step {step}",
+                parameter=first,
+                step=step,
+                kind=kind,
+            )
+
+
+def resting_in(told: NodeResult | None) -> ParameterNumbers:
+    return told.resting if told is not None else ()
 
 
 @dataclass(slots=True)
@@ -149,9 +157,9 @@ class History:
     ) -> None:
         """A block takes data of these lanes: the header's positions and lane 0's state hold for step
         `header.step` from now on, and so does the lanes' result. Raises FrozenDiffer."""
-        known = self._frozen(header.step)
+        known = self._told(header.step)
         if result is not None and result.frozen is not None and known is not None:
-            check_frozen(header.step, result.frozen, known)
+            check_alike(header.step, result, known)
         if header.step + 1 in self._records:
             return
         notes = self._notes.setdefault(header.step, Notes())
@@ -207,7 +215,8 @@ class History:
     def frozen(self, step: int) -> ParameterNumbers:
         """The parameters that require no gradient in `step`, as far as that is known: once the data of a lane
         is there."""
-        return self._frozen(step) or ()
+        told = self._told(step)
+        return told.frozen or () if told is not None else ()
 
     def left_alone(self, step: int) -> ParameterNumbers:
         """The parameters that `step` leaves as they are: known once the data of all lanes is there."""
@@ -218,17 +227,23 @@ class History:
             told = len(results)
         if self._left_alone[:2] != (step, told):
             if record is None:
-                frozen, unused = self.frozen(step), unused_in(results.values())
-                record = StepRecord(version=step + 1, positions=(), frozen=frozen, unused=unused)
+                record = StepRecord(
+                    version=step + 1,
+                    positions=(),
+                    frozen=self.frozen(step),
+                    unused=unused_in(results.values()),
+                    resting=resting_in(self._told(step)),
+                )
             self._left_alone = step, told, record.left_alone
         return self._left_alone[2]
 
-    def _frozen(self, step: int) -> ParameterNumbers | None:
-        """As the lanes say; None: not known."""
+    def _told(self, step: int) -> NodeResult | None:
+        """What the lanes say of what is frozen and of what rests; None: not known."""
         if (record := self._records.get(step + 1)) is not None:
-            return record.frozen
+            known = NodeResult(frozen=record.frozen, resting=record.resting)
+            return known if known.frozen is not None else None
         results = self._notes[step].results.values() if step in self._notes else ()
-        return next((result.frozen for result in results if result.frozen is not None), None)
+        return next((result for result in results if result.frozen is not None), None)
 
     def learn_norm(self, step: int, norm: float) -> None:
         """Of a step under way; the first one counts."""
@@ -247,7 +262,8 @@ class History:
         """A block has reached `version`, so the notes of its step are complete."""
         if version in self._records:
             return
-        frozen, before = self._frozen(version - 1), self._records.get(version - 1)
+        told, before = self._told(version - 1), self._records.get(version - 1)
+        frozen = told.frozen if told is not None else None
         notes = self._notes.pop(version - 1, Notes())
         positions = tuple(notes.positions[lane] for lane in sorted(notes.positions))
         result = self._result(version - 1, positions, notes)
@@ -262,6 +278,7 @@ class History:
             result=result,
             frozen=frozen,
             unused=unused,
+            resting=resting_in(told),
         )
         if result is not None:
             self.results.add(result)

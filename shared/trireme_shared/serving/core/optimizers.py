@@ -82,27 +82,28 @@ def arguments(spec: OptimizerSpec, group: int, dtype: str = "float32", *, whole:
     not blocks. Raises InvalidArgument for an unknown class or group. With 16-bit parameters and momentum the
     result of SGD's fused kernel depends on memory that nobody has written, in plain PyTorch too: it becomes
     `foreach` there."""
-    cls: Any = (ALL_CLASSES if whole else CLASSES).get(spec.name)
-    if cls is None and spec.name in OF_WHOLE_PARAMETERS:
-        raise InvalidArgument(no_whole_parameters(spec.name), hint=f"use strategy collective, or {CHOICES}")
+    name = spec.class_of(group)
+    cls: Any = (ALL_CLASSES if whole else CLASSES).get(name)
+    if cls is None and name in OF_WHOLE_PARAMETERS:
+        raise InvalidArgument(no_whole_parameters(name), hint=f"use strategy collective, or {CHOICES}")
     if cls is None:
-        msg = f"optimizer {spec.name!r} does not run on parameter servers; choose {CHOICES}"
+        msg = f"optimizer {name!r} does not run on parameter servers; choose {CHOICES}"
         raise InvalidArgument(msg)
     if not 0 <= group < len(spec.groups):
-        msg = f"optimizer group {group} of a segment: {spec.name} has groups 0 to {len(spec.groups) - 1}"
+        msg = f"optimizer group {group} of a segment: {name} has groups 0 to {len(spec.groups) - 1}"
         raise InvalidArgument(msg)
     known = set(cls([torch.nn.Parameter(torch.zeros(1))], lr=0.001).defaults)
-    if spec.name == "AdamW":
+    if name == "AdamW":
         known.discard("decoupled_weight_decay")  # in its defaults, but its constructor sets it
     merged = options_of({**spec.defaults, **spec.groups[group]})
     chosen = {name: value for name, value in merged.items() if name in known}
     chosen.update(dict.fromkeys(_OFF & chosen.keys(), False))
-    if spec.name == "SGD" and chosen.get("fused") and is_narrow(dtype):
+    if name == "SGD" and chosen.get("fused") and is_narrow(dtype):
         chosen.update(fused=False, foreach=True)
     try:
         cls([torch.nn.Parameter(torch.zeros(1))], **chosen)
     except (ValueError, TypeError, RuntimeError) as error:
-        msg = f"{spec.name} refuses {chosen}: {error}"
+        msg = f"{name} refuses {chosen}: {error}"
         raise InvalidArgument(msg) from error
     return chosen
 

@@ -185,9 +185,8 @@ class Store:
         chosen = self._arguments[place.segment]
         optimizer = None
         if chosen is not None:
-            optimizer = block_optimizer(
-                self.layout.optimizer.name, chosen, values.tensor, self.geometry.parts(place)
-            )
+            name = self.layout.optimizer.class_of(self.layout.segments[place.segment].group)
+            optimizer = block_optimizer(name, chosen, values.tensor, self.geometry.parts(place))
             optimizer.load(dict(state))
         holds, first = self.clipping.holds, self._first_version
         mean = mean_of(self.layout.segments[place.segment].kind)

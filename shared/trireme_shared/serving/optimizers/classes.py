@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from trireme_shared.blocks.gradient_norm import in_float64, squares_of
+from trireme_shared.serving.optimizers.several import class_names
 
 
 class Lion(torch.optim.Optimizer):
@@ -257,7 +258,6 @@ Kinds = Mapping[str, bool]
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[Kinds]:
     """Of each group: its state after a step, by name: True if it is one float32 number, False if it has the
     parameter's shape and dtype. Empty for classes without state (SGD without momentum)."""
-    name = type(optimizer).__name__
     return [
         _kinds(
             name,
@@ -267,7 +267,7 @@ def kinds_of(optimizer: torch.optim.Optimizer) -> list[Kinds]:
                 if option not in ("params", "param_names")
             ),
         )
-        for group in optimizer.param_groups
+        for name, group in zip(class_names(optimizer), optimizer.param_groups, strict=True)
     ]
 
 

@@ -3,7 +3,7 @@ options, and knows none of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,6 @@ _HINT = (
     "leave it out: limit parameters where forward uses them, keep averages of parameters by "
     "trireme.nn.Ema(module, decay) (docs/buffers.md), and change gradients by hooks of parameters or in a "
     "loop of your own"
-)
-_ONE_OPTIMIZER = (
-    'make one with a group for each: {name}([{{"params": model.generator.parameters(), "lr": 1e-4}}, '
-    '{{"params": model.discriminator.parameters(), "lr": 4e-4}}]), and let the loss be the sum of both '
-    "losses, each without gradients for the parameters of the other (docs/habits.md)"
 )
 
 
@@ -77,18 +72,3 @@ def _is_known(layer: Any) -> bool:
 
 def _name(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__name__))
-
-
-def check_is_one(found: object, got: str) -> None:
-    """`got`: how the message begins, "optimizer(model) returned". Raises InvalidArgument for several
-    optimizers in place of one."""
-    held = list(found.values()) if isinstance(found, Mapping) else found
-    if not isinstance(held, list | tuple) or not held:
-        return
-    if all(isinstance(each, torch.optim.Optimizer) for each in held):
-        classes = ", ".join(dict.fromkeys(type(each).__name__ for each in held))
-        raise InvalidArgument(
-            f"{got} a {type(found).__name__} of {len(held)} optimizers ({classes}); a job has one, and one "
-            "loss",
-            hint=_ONE_OPTIMIZER.format(name=type(held[0]).__name__),
-        )
