@@ -6,8 +6,10 @@ long. One trainer, one torch thread. With one lane the parameters must be plain 
 
     reading      nothing is computed         DataLoader    plain PyTorch, records are read by the loop itself
     computing    records are in memory                     (0 workers) or by processes beside it
-                                             trireme       from its first record to its last minibatch
+                                             trireme       from its first record to its last minibatch, with
+                                                           data_workers
 
+    jpeg         pictures of 640 x 480 points are decoded and made smaller, by pillow
     decodes      zlib, which lets go of the interpreter's lock, as decoders of images do
     waits        both sleep: only the order counts, so a busy machine will do
     python       pure Python, which keeps the lock: threads do not help
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -70,8 +73,9 @@ def measure(kind: str, seconds: float, settings: list[str]) -> dict[str, float]:
     for workers in WORKERS:
         loader = DataLoader(reading.Slow(), batch_size=BATCH, num_workers=workers)
         found[f"DataLoader, {workers} workers"], _ = train(loader)
-    for name, flags in STRATEGIES.items():
+    for (strategy, chosen), workers in product(STRATEGIES.items(), WORKERS):
         with tempfile.TemporaryDirectory(prefix="trireme-reading-") as folder:
+            name, flags = f"{strategy}, {workers} workers", (*chosen, f"--set=data_workers={workers}")
             found[name], parameters = job(given, flags, settings, Path(folder))
         if not settings and any(not torch.equal(expected[key], parameters[key]) for key in expected):
             raise SystemExit(f"{kind}, {name}: the parameters are not those of plain PyTorch")
@@ -83,6 +87,8 @@ def calibrated(given: Given, seconds: float) -> Given:
     steps = math.ceil(given.records / BATCH)
     if given.kind == "waits":
         return replace(given, reads=1000 * seconds / given.records, computes=1000 * seconds / steps)
+    if given.kind == "jpeg":
+        return of_pictures(given, seconds)
     for _ in range(2):  # the first time warms up
         reading.GIVEN = replace(given, reads=TRIED, computes=TRIED)
         batches: list[Mapping[str, torch.Tensor]] = []
@@ -91,6 +97,18 @@ def calibrated(given: Given, seconds: float) -> Given:
         step_s = train(batches)[0] / 4
     reads, computes = (round(TRIED * seconds / steps / each_s) for each_s in (batch_s, step_s))
     return replace(given, reads=max(1, reads), computes=max(1, computes))
+
+
+def of_pictures(given: Given, seconds: float) -> Given:
+    """As `calibrated`: each record is decoded once, and there are as many as that takes."""
+    reading.GIVEN = replace(given, records=4 * BATCH, computes=TRIED)
+    batches: list[Mapping[str, torch.Tensor]] = []
+    for _ in range(2):  # the first time warms up
+        batches.clear()
+        batch_s = seconds_of(lambda: batches.extend(DataLoader(reading.Slow(), batch_size=BATCH))) / 4
+        step_s = train(batches)[0] / 4
+    steps = max(1, round(seconds / batch_s))
+    return replace(given, records=steps * BATCH, computes=max(1, round(TRIED * batch_s / step_s)))
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -125,7 +143,7 @@ def job(
     )
     if ran.returncode:
         raise SystemExit(f"the job failed: {ran.stdout}{ran.stderr}")
-    began, ended = map(float, noted.read_text().split())
+    began, ended = (float(Path(name).read_text()) for name in (f"{noted}.began", noted))
     (exported,) = (folder / "job").rglob("model.pt")
     return ended - began, torch.load(exported, weights_only=True)
 
@@ -133,12 +151,17 @@ def job(
 def show(kind: str, found: dict[str, float], *, markdown: bool) -> None:
     longer_s = max(found["reading"], found["computing"])
     if markdown:
-        print(f"| {kind} | seconds | of the longer of both |\n|---|---|---|")
+        print(f"| {kind} | seconds | of the longer of both | records a second |\n|---|---|---|---|")
+    records = reading.GIVEN.records
     for name, seconds in found.items():
         if markdown:
-            print(f"| {name} | {seconds:.2f} | {seconds / longer_s:.2f} |")
+            print(f"| {name} | {seconds:.2f} | {seconds / longer_s:.2f} | {records / seconds:.0f} |")
         else:
-            print(f"{kind:8} {name:28} {seconds:6.2f} s, {seconds / longer_s:.2f} of the longer of both")
+            print(
+                f"{kind:8} {name:38} {seconds:6.2f} s, {seconds / longer_s:.2f} of the longer of both, "
+                f"{records / seconds:6.0f} records a second",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.membership.lease import Life, Membership, ensure_initialised, fits
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
+from trainer_agent.reading.pool import ReadingProcesses
 from trainer_agent.tasks.activity import Activity, LanePace, progress_every_s
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Done, Reports
@@ -73,6 +74,8 @@ class AgentPorts:
     alone: Offload | None = None
     #: of a collective job: what this trainer is to the others
     collective: CollectivePorts | None = None
+    #: processes that read for this trainer
+    reading: ReadingProcesses | None = None
     #: of a process; a simulation has none
     life: Life | None = None
 
@@ -99,7 +102,13 @@ class Agent:
         )
         workers = ports.offload, ports.alone
         source = TaskSource(
-            spec, master, member.trainer, *workers, reports.warn, by_columns=compute.by_columns
+            spec,
+            master,
+            member.trainer,
+            *workers,
+            reports.warn,
+            by_columns=compute.by_columns,
+            processes=ports.reading,
         )
         self.collective: CollectiveMember | None = None
         self._servers: ParameterServers | None = None

@@ -36,6 +36,8 @@ from trainer_agent.membership.lease import Life, followed
 from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.own_loop.job_steps import JobSteps, telling
+from trainer_agent.reading.messages import Setup
+from trainer_agent.reading.pool import ReadingProcesses
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
@@ -59,6 +61,7 @@ from trireme_shared.protocol.errors import (
 )
 from trireme_shared.protocol.keys import Keys
 from trireme_shared.protocol.records import Dispatch, FailTask, JobSpec, TrainerMember, UserFailure
+from trireme_shared.protocol.records.datasets import MapStyle
 from trireme_shared.protocol.records.tasks import READING, BegunWork
 
 COUNTERS = {  # field of Done -> (name, help)
@@ -205,6 +208,7 @@ async def _train(
             lambda: find_script(context.directory, scripts), "reading the job's script", REPORT_S
         )
         shared = settings.transport in {"auto", "shm"}
+        processes = _processes(spec, script, stack)
         compute = await asyncio.get_running_loop().run_in_executor(
             computing,
             _build,
@@ -251,6 +255,7 @@ async def _train(
         connect=connections,
         offload=offload,
         alone=alone,
+        reading=processes,
         life=life,
         collective=collective.with_peers(connections.keep) if collective is not None else None,
     )
@@ -259,6 +264,16 @@ async def _train(
         context.directory.observers.append(lambda: connections.follow(context.directory))
     pages.agent = agent
     return await agent.run()
+
+
+def _processes(spec: JobSpec, script: Path, stack: AsyncExitStack) -> ReadingProcesses | None:
+    """They load the script while the model is built, and end with the stack."""
+    if not spec.data_workers or not isinstance(spec.dataset, MapStyle):
+        return None
+    processes = ReadingProcesses(Setup(spec, script), spec.task_timeout_ceiling_s)
+    stack.callback(processes.close)
+    processes.begin()
+    return processes
 
 
 async def steps_of(directory: Directory) -> JobSteps:

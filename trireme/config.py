@@ -56,6 +56,7 @@ class Config:
     schedule_per: str | None = None
     plateau_metric: str | None = None
     threads_per_trainer: int | None = None
+    data_workers: int | None = None
     device: str | None = None
     deterministic: bool | None = None
     shuffle: bool | None = None

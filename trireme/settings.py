@@ -58,7 +58,7 @@ ELSEWHERE = {
         _SCHEDULER,
     ),
     **dict.fromkeys(
-        ("num_workers", "workers", "pin_memory", "sampler", "batch_sampler"),
+        ("workers", "pin_memory", "sampler", "batch_sampler"),
         "dataset() in the script says how records are read; the number of trainers is the setting trainers",
     ),
     **dict.fromkeys(("dropout", "hidden_size", "num_layers"), "model() in the script has it"),
@@ -69,6 +69,7 @@ CALLED = {
     "num_epochs": "epochs", "n_epochs": "epochs", "max_epochs": "epochs", "random_seed": "seed",
     "gradient_clip_val": "clip_grad_norm", "max_grad_norm": "clip_grad_norm", "amp": "precision",
     "grad_clip": "clip_grad_norm", "bf16": "precision", "mixed_precision": "precision",
+    "num_workers": "data_workers",
     "early_stopping": "stop_early", "save_steps": "checkpoint_every_steps", "eval_steps": "evaluate_every",
     "save_total_limit": "keep_checkpoints", "resume": "job", "name": "job", "output_dir": "storage",
 }  # fmt: skip

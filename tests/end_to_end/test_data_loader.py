@@ -33,7 +33,7 @@ def items():
 
 
 def dataset():
-    return DataLoader(items(), 32, {more}num_workers=2)
+    return DataLoader(items(), 32, {more}num_workers=2, pin_memory=True)
 
 
 of_columns = loss
@@ -73,7 +73,8 @@ def test_a_run_trains_what_a_loop_over_the_loader_trains(trireme, tmp_path):
     assert (
         f"the DataLoader of {script.stem}:dataset decides global_batch_size = 32, shuffle = False" in done.err
     )
-    assert "not used: num_workers=2" in done.err
+    assert "data_workers = 2" in done.err
+    assert "not used: pin_memory=True" in done.err
     result = json.loads(done.out)
     assert (result["phase"], result["records"]) == ("COMPLETED", 2 * RECORDS)
     found = torch.load(result["exports"]["state_dict"], weights_only=True)
@@ -91,11 +92,12 @@ def weighted_job(folder: Path, **changes):
     )
 
 
-async def test_killed_trainers_change_no_record_that_weights_draw(tmp_path):
+async def test_neither_killed_trainers_nor_processes_that_read_change_a_record_that_weights_draw(tmp_path):
     async with cluster_of(
         weighted_job(tmp_path / "calm", trainers=1, pservers=1), tmp_path / "calm"
     ) as cluster:
         undisturbed = await completed(cluster)
-    async with cluster_of(weighted_job(tmp_path / "killed"), tmp_path / "killed") as cluster:
+    killed = weighted_job(tmp_path / "killed").with_fields(data_workers=2)
+    async with cluster_of(killed, tmp_path / "killed") as cluster:
         found = await completed_in_spite_of_deaths(cluster, "trainer-0", "trainer-1")
     assert same_bits(found, undisturbed)

@@ -23,7 +23,9 @@ FLOORS = {
     "trainer_agent": [
         {"core", "data", "waiting", "own_loop", "start_values", "tables"},
         {"model", "data_plane"},
-        {"script", "tasks", "membership", "collective"},
+        {"script"},
+        {"reading"},
+        {"tasks", "membership", "collective"},
         {"loops"},
         {"agent", "process"},
     ],

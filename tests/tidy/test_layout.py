@@ -72,7 +72,7 @@ HOMES = {
     ),
     "secrets": ("shared/trireme_shared/platform/runtime/ids.py",),
     "uuid": ("shared/trireme_shared/platform/runtime/ids.py",),
-    "pickle": (),
+    "pickle": ("trainer_agent/reading/parcel.py",),
     "cloudpickle": (),
 }
 

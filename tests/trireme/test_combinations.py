@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from trireme.validation import field_problems
 from trireme_shared.protocol.records import JobSpec
-from trireme_shared.protocol.records.datasets import TextLines
+from trireme_shared.protocol.records.datasets import MapStyle, TextLines
 from trireme_shared.protocol.records.job_spec import JobSettings
 from trireme_shared.protocol.records.setting_effects import without_effect
 
@@ -99,6 +99,7 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "trackers": ("csv", {}),
     "changed_files": ("report", {}),
     "drop_last": (True, {}),
+    "data_workers": (2, {"dataset": MapStyle("script:dataset", records=8)}),
 }
 ONLY_ASYNC = {
     *("push_every", "lr_staleness_modulation", "max_staleness"),

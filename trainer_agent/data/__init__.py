@@ -21,6 +21,7 @@ from trainer_agent.data.collate import default_collate
 from trainer_agent.data.images import ImageFolderReader
 from trainer_agent.data.in_code import CustomReader, IterableStyleReader, MapStyleReader
 from trainer_agent.data.lines import LineReader
+from trainer_agent.data.loaders import LoaderItems
 from trainer_agent.data.reader import ColumnTypes, Reader
 from trainer_agent.data.record_files import RecordIOReader, TFRecordReader, WebDatasetReader
 from trainer_agent.data.shard import (
@@ -163,35 +164,63 @@ class Blaming:
     def read(self, file: str, first: int, count: int, offset: int | None = None, stamp: str = "") -> Shard:
         """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable
         as well: the same read may succeed later."""
+        self._check(file, stamp)
+        with blaming(file, first, count):
+            return self._reader.read(file, first, count, offset)
+
+    def chosen(self, file: str, numbers: Sequence[int], stamp: str = "") -> Shard:
+        """As `read`, for records of a map-style object by number."""
+        assert isinstance(self._reader, MapStyleReader | TypedByFirstRecord)
+        self._check(file, stamp)
+        with blaming(file, min(numbers), max(numbers) - min(numbers) + 1):
+            return self._reader.chosen(file, numbers)
+
+    @property
+    def taken(self) -> LoaderItems | None:
+        """What is kept of the DataLoader that a map-style object is; None: it is none. Raises as `read`."""
+        reader = self._reader.within if isinstance(self._reader, TypedByFirstRecord) else self._reader
+        return reader.taken if isinstance(reader, MapStyleReader) else None
+
+    def _check(self, file: str, stamp: str) -> None:
         difference = self._files.difference(file, stamp)
         if difference is not None and self._changed is not None:
             self._changed(f"{difference.message}; it is trained all the same (changed_files = report)")
         elif difference is not None:
             raise DatasetError(difference.message, hint=difference.hint, fatal=True, **difference.details)
-        with blaming(file, first, count):
-            return self._reader.read(file, first, count, offset)
 
 
 class TypedByFirstRecord:
-    """A reader of the user's code whose columns have the types of the dataset's first record, which is the
-    same for all trainers. A first record that cannot be read leaves each task to its own values."""
+    """A reader, `within`, of the user's code whose columns have the types of the dataset's first record,
+    which is the same for all trainers. A first record that cannot be read leaves each task to its own
+    values."""
 
     def __init__(self, dataset: Dataset, reader: Reader) -> None:
-        self._dataset, self._reader = dataset, reader
+        self._dataset, self.within = dataset, reader
         self._types: ColumnTypes | None = None
         self._lock = Lock()
 
     def __repr__(self) -> str:
-        return f"<TypedByFirstRecord {self._reader!r}>"
+        return f"<TypedByFirstRecord {self.within!r}>"
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         if not count:  # only the user's object is to be made
-            return self._reader.read(file, first, count, offset)
+            return self.within.read(file, first, count, offset)
+        types = self._first_types()
+        shard = self.within.read(file, first, count, offset)
+        return types.shard(shard.records(np.arange(len(shard))), file, range(first, first + count))
+
+    def chosen(self, file: str, numbers: Sequence[int]) -> Shard:
+        """See MapStyleReader."""
+        assert isinstance(self.within, MapStyleReader)
+        types = self._first_types()
+        shard = self.within.chosen(file, numbers)
+        return types.shard(shard.records(np.arange(len(shard))), file, numbers)
+
+    def _first_types(self) -> ColumnTypes:
         with self._lock:
             if self._types is None:
                 self._types = self._found()
-        shard = self._reader.read(file, first, count, offset)
-        return self._types.shard(shard.records(np.arange(len(shard))), file, first)
+            return self._types
 
     def _found(self) -> ColumnTypes:
         advice = "return values of one type for all records, e.g. float(value), or define collate(records)"
@@ -202,4 +231,4 @@ class TypedByFirstRecord:
         return ColumnTypes(found, f"record 0 of {file}", advice)
 
     def _first_of(self, file: str) -> Sequence[Record]:
-        return self._reader.read(file, 0, 1).records(np.arange(1))
+        return self.within.read(file, 0, 1).records(np.arange(1))

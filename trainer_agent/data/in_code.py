@@ -15,7 +15,7 @@ Whether a dataset draws is found out with its first records, and looked at again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -67,7 +67,7 @@ class Drawing:
     def __repr__(self) -> str:
         return f"<Drawing of {self._what}: {self._generator or 'none'} after {self._read} records>"
 
-    def each(self, file: str, numbers: range, read: Callable[[int], T]) -> Iterator[T]:
+    def each(self, file: str, numbers: Sequence[int], read: Callable[[int], T]) -> Iterator[T]:
         """`read(number)` of each record of `file`. Raises what it raises, and InvalidArgument if a record
         draws although those before it did not."""
         seed = seed_of(self._seed, _epoch.get() if self._by_epoch else EVALUATION, file)
@@ -82,7 +82,7 @@ class Drawing:
                 yield read(numbers[done])
                 done, self._read = done + 1, self._read + 1
 
-    def _alone(self, seed: int, numbers: range, read: Callable[[int], T]) -> list[T]:
+    def _alone(self, seed: int, numbers: Sequence[int], read: Callable[[int], T]) -> list[T]:
         """At least one of them, for TURN_S."""
         found: list[T] = []
         with undisturbed():
@@ -128,6 +128,18 @@ class MapStyleReader:
         self._lock = Lock()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        return self.chosen(file, range(first, first + count))
+
+    @property
+    def taken(self) -> LoaderItems | None:
+        """What is kept of the DataLoader; None: there is none. Raises as `read`."""
+        with self._lock:
+            if self._object is None:
+                self._make()
+            return self._taken
+
+    def chosen(self, file: str, numbers: Sequence[int]) -> Shard:
+        """As `read`, for records by number."""
         with self._lock:
             if self._object is None:
                 self._make()
@@ -138,7 +150,8 @@ class MapStyleReader:
                 try:
                     item = self._object[place]
                 except IndexError as error:
-                    raise too_short(file, first, count, number) from error
+                    first = min(numbers)
+                    raise too_short(file, first, max(numbers) - first + 1, number) from error
                 except BaseException as error:  # the user's code may raise anything
                     if is_interrupt(error):
                         raise
@@ -150,7 +163,7 @@ class MapStyleReader:
                     return item
                 return as_record(item, self._dataset.columns, file, number, named=self._named)
 
-            found = list(self._drawing.each(file, range(first, first + count), record))
+            found = list(self._drawing.each(file, numbers, record))
             return RecordShard(found) if taken is None else ItemShard(found, taken.collate)
 
     def _make(self) -> None:

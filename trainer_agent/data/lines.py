@@ -48,7 +48,7 @@ class LineReader:
             if isinstance(self._dataset, TextLines):
                 return Shard({"text": [_text(file, first + n, raw.record(n)) for n in range(count)]}, count)
         records = [_json(file, first + n, raw.record(n)) for n in range(count)]
-        return self._column_types(self._dataset).shard(records, file, first)
+        return self._column_types(self._dataset).shard(records, file, range(first, first + count))
 
     def _column_types(self, dataset: JsonLines) -> ColumnTypes:
         """From the first file with records, so that all trainers use the same."""

@@ -36,7 +36,6 @@ Weights = npt.NDArray[np.float64]
 SEED_BITS = 63
 #: Arguments that decide only how fast records are read, with their defaults: with and without processes.
 SPEEDS: Mapping[str, tuple[Any, ...]] = {
-    "num_workers": (0,),
     "prefetch_factor": (None, 2),
     "persistent_workers": (False,),
     "timeout": (0,),
@@ -44,8 +43,8 @@ SPEEDS: Mapping[str, tuple[Any, ...]] = {
     "in_order": (True,),
 }
 READS_BESIDE = (
-    "a trainer reads its next records in threads, beside computing, and more trainers read more at once "
-    "(docs/data.md#a-dataloader)"
+    "they decide only how fast records are read, and a trainer reads beside computing, with data_workers in "
+    "processes (docs/data.md#a-dataloader)"
 )
 BY_JOB = "the order of records is that of the job, a function of its seed and the epoch: leave it out"
 
@@ -88,6 +87,8 @@ class LoaderItems:
     settings: Mapping[str, Any]
     weights: Weights | None = None
     unused: tuple[str, ...] = ()
+    #: What each process that reads calls first, with its number.
+    begin_worker: Callable[[int], Any] | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -124,9 +125,6 @@ def take_over(loader: DataLoader[Any], what: str, *, evaluates: bool = False) ->
         name = "batch_size=None" if given is None else f"the batch_sampler {type(given).__name__}"
         hint = "give DataLoader(dataset, batch_size=N, shuffle=True), or a dataset whose items are batches"
         raise refuse(name, "a job makes each minibatch of as many items as a setting says", hint)
-    if loader.worker_init_fn is not None:
-        why = "there are no worker processes that would call it"
-        raise refuse("a worker_init_fn", why, "do what it does in the dataset, where an item is read")
     sampler: Any = loader.sampler
     if loader.generator is not None or getattr(sampler, "generator", None) is not None:
         why = "nobody would carry its state from one trainer to another"
@@ -145,7 +143,10 @@ def take_over(loader: DataLoader[Any], what: str, *, evaluates: bool = False) ->
     settings = {"global_batch_size": loader.batch_size, "shuffle": shuffles}
     if loader.drop_last:
         settings["drop_last"] = True
-    return LoaderItems(items, drawn, loader.collate_fn, settings, weights, _unused(loader))
+    begin_worker = loader.worker_init_fn if loader.num_workers else None
+    if loader.num_workers and not evaluates:
+        settings["data_workers"] = loader.num_workers
+    return LoaderItems(items, drawn, loader.collate_fn, settings, weights, _unused(loader), begin_worker)
 
 
 def _order(
@@ -228,7 +229,11 @@ def _unused(loader: DataLoader[Any]) -> tuple[str, ...]:
         for name, defaults in SPEEDS.items()
         if (value := getattr(loader, name, defaults[0])) not in defaults
     ]
-    return (*found, *(("multiprocessing_context",) if loader.multiprocessing_context is not None else ()))
+    if loader.multiprocessing_context is not None:
+        found.append("multiprocessing_context")
+    if loader.worker_init_fn is not None and not loader.num_workers:  # torch calls it in workers alone
+        found.append("worker_init_fn (num_workers is 0)")
+    return tuple(found)
 
 
 def two_collates(what: str) -> InvalidArgument:

@@ -65,22 +65,27 @@ class ColumnTypes:
     def __repr__(self) -> str:
         return f"<ColumnTypes of {self._place}: {self._kinds}>"
 
-    def shard(self, records: Sequence[Record], file: str, number: int) -> RecordShard:
-        """The records of a task; `number`: of the first one in `file`. Raises DatasetError for a record that
-        is no dict. Columns that these records do not make are told to who asks for columns: a script's own
-        collate takes records as they are."""
+    def shard(self, records: Sequence[Record], file: str, numbers: Sequence[int]) -> RecordShard:
+        """The records of a task, or some of them; `numbers`: theirs in `file`. Raises DatasetError for a
+        record that is no dict. Columns that these records do not make are told to who asks for columns: a
+        script's own collate takes records as they are."""
         if not all(isinstance(record, Mapping) for record in records):
             columns_of(records)  # raises
-        return RecordShard(records, partial(self._columns, file=file, number=number) if self._kinds else None)
+        return RecordShard(
+            records, partial(self._columns, file=file, numbers=numbers) if self._kinds else None
+        )
 
-    def _columns(self, records: Sequence[Record], file: str, number: int) -> dict[str, Column | DatasetError]:
+    def _columns(
+        self, records: Sequence[Record], file: str, numbers: Sequence[int]
+    ) -> dict[str, Column | DatasetError]:
         names = {name: None for record in records for name in record}
         made = {
-            name: self._column(name, [record.get(name) for record in records], file, number) for name in names
+            name: self._column(name, [record.get(name) for record in records], file, numbers)
+            for name in names
         }
         for name in self._needed - names.keys():
             msg = (
-                f"{file} records {number}-{number + len(records) - 1} have no column {name!r}, and "
+                f"{file} records {min(numbers)}-{max(numbers)} have no column {name!r}, and "
                 f"{self._place} have it"
             )
             made[name] = DatasetError(msg, hint=self._advice, column=name, url=file)
@@ -101,7 +106,9 @@ class ColumnTypes:
                 f"column {name!r} of {self._place} has {shown(error.value)}: {error}", hint=self._advice
             )
 
-    def _column(self, name: str, values: list[Any], file: str, number: int) -> Column | DatasetError:
+    def _column(
+        self, name: str, values: list[Any], file: str, numbers: Sequence[int]
+    ) -> Column | DatasetError:
         kind = self._kinds.get(name)
         if isinstance(kind, DatasetError):
             return kind
@@ -115,7 +122,7 @@ class ColumnTypes:
             made = self._fitted(name, present, kind)
         except Misfit as error:
             msg = (
-                f"column {name!r}: {file} record {number + places[error.number]} has "
+                f"column {name!r}: {file} record {numbers[places[error.number]]} has "
                 f"{shown(error.value)}: {error}"
             )
             said = f"; the column is {kind} by {self._place}" if error.dtype is not None else ""

@@ -54,7 +54,7 @@ class TFRecordReader:
         if self._dataset.decode == "bytes":
             return Shard({"bytes": found}, count)
         records = [self._example(file, first + n, payload) for n, payload in enumerate(found)]
-        return self._column_types().shard(records, file, first)
+        return self._column_types().shard(records, file, range(first, first + count))
 
     def _column_types(self) -> ColumnTypes:
         """From the first file with records, so that all trainers use the same."""
@@ -151,7 +151,7 @@ class WebDatasetReader:
         with files.reading(file, "a tar file"), self._content.opened(file) as source:
             found = chosen(tar_records(source, file, offset or 0), file, first, count, offset)
             samples = [self._record(source, file, record) for record in found]
-        return self._column_types().shard(samples, file, first)
+        return self._column_types().shard(samples, file, range(first, first + count))
 
     def _column_types(self) -> ColumnTypes:
         """From the first file with samples, so that all trainers use the same."""

@@ -37,6 +37,8 @@ class Shard:
 
     #: How a batch is made of a list of records; None: as default_collate does.
     collate: Callable[[list[Any]], Any] | None = None
+    #: Makes the batch of all records, which were collated already; None: they were not.
+    ready: Callable[[], Any] | None = None
 
     def __init__(self, columns: Mapping[str, Column | DatasetError], count: int) -> None:
         for name, column in columns.items():
@@ -115,6 +117,20 @@ class ItemShard(Shard):
         return [self._items[i] for i in indices]
 
 
+class ReadyShard(Shard):
+    """Records that were collated where they were read; only their batch is here."""
+
+    def __init__(self, count: int, ready: Callable[[], Any]) -> None:
+        super().__init__({}, count)
+        self.ready = ready
+
+    def columns(self, indices: Indices) -> dict[str, Column]:
+        raise AssertionError(f"{self!r} has no columns: {len(indices)} records were asked for")
+
+    def records(self, indices: Indices) -> list[Any]:
+        raise AssertionError(f"{self!r} has a batch alone: {len(indices)} records were asked for")
+
+
 class Minibatch(Sequence[Record]):
     """The records of one minibatch; `columns` gives the same values faster. `work`: what it is, for the
     journal of the process that computes it (trireme_shared.platform.runtime.begun)."""
@@ -134,6 +150,11 @@ class Minibatch(Sequence[Record]):
     def collate(self) -> Callable[[list[Any]], Any] | None:
         """See Shard."""
         return self._shard.collate
+
+    @property
+    def ready(self) -> Callable[[], Any] | None:
+        """See Shard."""
+        return self._shard.ready
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -42,7 +42,7 @@ from trainer_agent.loops.lane_pusher import LanePusher, LaneWork, Step
 from trainer_agent.model.compute import BeforeStep, lanes_differ
 from trainer_agent.model.schedule import advance
 from trainer_agent.tasks.activity import Held, LanePace
-from trainer_agent.tasks.lane_reader import LaneReaders, Portion, is_due, portion_of
+from trainer_agent.tasks.lane_reader import LaneReaders, Portion, is_due, number_at, portion_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver
 from trainer_agent.waiting import SingleErrorGroup, backoff_s
 from trireme_shared.checkpoints.schedule import is_final
@@ -564,9 +564,10 @@ class LaneHelper:
             if task is None:
                 return None
             log.info("helps", lane=lane, task=task.task_id, generation=duty.generation)
-            loaded = self._tasks[lane] = await self._source.load(task)
+            loaded = self._tasks[lane] = self._source.opened(task) or await self._source.load(task)
         self._tasks.move_to_end(lane)
         while len(self._tasks) > KEPT_TASKS:
             self._tasks.popitem(last=False)
+        await self._source.ready(loaded, number_at(position, self._source))
         portion = portion_of(self._source, position, position, loaded)
         return Portion(portion.before, portion.after, portion.records, portion.task)

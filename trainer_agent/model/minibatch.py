@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from trainer_agent.data.collate import ReadyBatch, default_collate
+from trainer_agent.data.shard import Minibatch
 from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.flat import LiveBuffers, Plan, Vector
@@ -292,7 +293,10 @@ class MinibatchRunner:
         self._unshared.check(self._user)
 
     def _batch(self, records: Records) -> Any:
-        if self._user.has("collate"):
+        ready = records.ready if isinstance(records, Minibatch) else None
+        if ready is not None:
+            batch = self._user.guard(ready)
+        elif self._user.has("collate"):
             batch = self._user.call("collate", records)
         else:
             # columns of the user's own kinds run the user's code

@@ -4,8 +4,9 @@
          | another index: acquire the task from the master, read its records in the executor
          +─ skip ─► next index       exhausted ─► no records       end ─► TrainingOver
 
-    a task is computed              ─► read_ahead: records of the following one, which the master named;
-                                       nobody holds that task yet, so it need not be renewed or given back
+    a task is computed              ─► read_ahead: its other minibatches, if they come one by one (Parts), and
+                                       the following task, which the master named; nobody holds that one
+                                       yet, so it need not be renewed or given back
     its last minibatch is computed  ─► prefetch: that task is acquired, and its records are there
 
 A lane can be taken over at any position: a task that is not loaded is acquired and read again, in the same
@@ -43,10 +44,12 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class _ReadAhead:
-    """`task`: as the master named it; it is not acquired. `records`: None if they could not be read."""
+    """`task`: as the master named it; it is not acquired. `opened`: its minibatches come one by one. Else
+    `records`: None if they could not be read."""
 
     task: Task
-    records: asyncio.Task[LoadedTask | None]
+    opened: LoadedTask | None
+    records: asyncio.Task[LoadedTask | None] | None = None
 
     def has_records_of(self, task: Task) -> bool:
         """Whether `task`, which was acquired, is that one. Nothing else of it may differ."""
@@ -64,6 +67,7 @@ class LaneReader:
         self._loaded: LoadedTask | None = None
         self._next: asyncio.Task[LoadedTask | None] | None = None
         self._read_ahead: _ReadAhead | None = None
+        self._reading: asyncio.Task[None] | None = None  # minibatches of the present task and of that one
         self._done = 0
         self._next_portion: Portion | None = None
 
@@ -90,12 +94,14 @@ class LaneReader:
         if position.exhausted:
             return None
         loaded = is_due(self._loaded, position) or self._prefetched(position)
-        return None if loaded is None else self._portion(position, position, loaded)
+        if loaded is None or not loaded.has(number_at(position, self._source)):
+            return None
+        return self._portion(position, position, loaded)
 
     def next(self, position: LanePosition) -> Portion | None:
         """What `at_hand` will give (the same object), if it is of the task that is being read."""
         loaded = None if position.exhausted else is_due(self._loaded, position)
-        if loaded is None:
+        if loaded is None or not loaded.has(number_at(position, self._source)):
             return None
         self._next_portion = portion_of(self._source, position, position, loaded)
         return self._next_portion
@@ -112,19 +118,30 @@ class LaneReader:
                     position = found
                     continue
                 loaded = self._loaded = found
+            await self._source.ready(loaded, number_at(position, self._source))
             return self._portion(before, position, loaded)
         self._loaded = None
         return Portion(before, position, skipped=position.index != before.index)
 
     def read_ahead(self, group: asyncio.TaskGroup) -> None:
-        """The present task is computed: read the records of the following one meanwhile."""
-        following = self._loaded.following if self._loaded is not None else None
-        if following is None or self._next is not None:
+        """The present task is computed: read meanwhile what is left of it, and the following one."""
+        loaded = self._loaded
+        if loaded is None or (self._reading is not None and not self._reading.done()):
             return
-        if self._read_ahead is not None and self._read_ahead.task == following:
-            return
-        self._drop_read_ahead()
-        self._read_ahead = _ReadAhead(following, group.create_task(self._source.read_ahead(following)))
+        following = loaded.following if self._next is None else None
+        if following is not None and (self._read_ahead is None or self._read_ahead.task != following):
+            self._drop_read_ahead()
+            opened = self._source.opened(following)
+            whole = group.create_task(self._source.read_ahead(following)) if opened is None else None
+            self._read_ahead = _ReadAhead(following, opened, whole)
+        ahead = self._read_ahead.opened if self._read_ahead is not None else None
+        if loaded.comes_after(self._done) or (ahead is not None and ahead.comes_after(0)):
+            self._reading = group.create_task(self._read_on(loaded, ahead))
+
+    async def _read_on(self, loaded: LoadedTask, ahead: LoadedTask | None) -> None:
+        await self._source.read_on(loaded, self._done)
+        if ahead is not None:
+            await self._source.read_on(ahead)
 
     def prefetch(self, position: LanePosition, group: asyncio.TaskGroup) -> None:
         """The lane's next step starts a new task: acquire it meanwhile, and have its records."""
@@ -140,9 +157,10 @@ class LaneReader:
         self._drop_read_ahead()
 
     def _drop_read_ahead(self) -> None:
-        if self._read_ahead is not None:
-            self._read_ahead.records.cancel()
-            self._read_ahead = None
+        for reading in (self._reading, self._read_ahead.records if self._read_ahead is not None else None):
+            if reading is not None:
+                reading.cancel()
+        self._read_ahead = self._reading = None
 
     def _prefetched(self, position: LanePosition) -> LoadedTask | None:
         """The task at `position`, if it was fetched ahead and is there by now; it becomes the loaded one."""
@@ -178,12 +196,12 @@ class LaneReader:
         again."""
         ahead = self._read_ahead
         if ahead is not None and ahead.has_records_of(task):
-            loaded = await outcome_of(ahead.records)
+            loaded = ahead.opened if ahead.records is None else await outcome_of(ahead.records)
             self._read_ahead = None
             if loaded is not None:
                 return replace(loaded, task=task)
         self._drop_read_ahead()
-        return await self._source.load(task)
+        return self._source.opened(task) or await self._source.load(task)
 
     async def _ahead(self, position: LanePosition) -> LoadedTask | None:
         """None if anything fails: then `at` asks again, and gets the error."""
@@ -205,13 +223,18 @@ def portion_of(
     source: TaskSource, before: LanePosition, position: LanePosition, loaded: LoadedTask
 ) -> Portion:
     """The records of the lane whose reader stands at `position` of a task."""
-    records = source.minibatch(loaded, position.offset // source.spec.minibatch_size)
+    records = source.minibatch(loaded, number_at(position, source))
     offset = position.offset + len(records)
     finishes = offset >= len(loaded.shard)
     after = (
         _after_task(position, loaded.task.stream_length) if finishes else position.with_fields(offset=offset)
     )
     return Portion(before, after, records, loaded.task, finishes, position.index != before.index)
+
+
+def number_at(position: LanePosition, source: TaskSource) -> int:
+    """The minibatch of its task at which the lane stands."""
+    return position.offset // source.spec.minibatch_size
 
 
 def _after_task(position: LanePosition, stream_length: int) -> LanePosition:

@@ -9,19 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from trainer_agent.data import Blaming, Shard, blaming, minibatch_in, open_dataset
+from trainer_agent.data import Blaming, Shard, blaming, minibatch_in, minibatches_in, open_dataset
 from trainer_agent.data.in_code import EVALUATION, reading
-from trainer_agent.data.shard import Indices, record_order
+from trainer_agent.data.shard import Indices, ItemShard, record_order
 from trainer_agent.model.compute import Records
+from trainer_agent.reading.messages import Asked
+from trainer_agent.reading.pool import ReadingProcesses
 from trainer_agent.script.user_module import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.waiting import Backoff, retry
-from trireme_shared.platform.runtime import begun, ids, telemetry
+from trainer_agent.tasks.parts import Parts
+from trainer_agent.waiting import Backoff, SingleErrorGroup, retry
+from trireme_shared.platform.runtime import begun, clock, ids, telemetry
 from trireme_shared.protocol.errors import (
     CallerError,
     DatasetError,
@@ -44,13 +48,15 @@ from trireme_shared.protocol.records import (
     TaskKind,
     TaskProgress,
 )
-from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
+from trireme_shared.protocol.records.datasets import Dataset, IterableStyle, MapStyle
 from trireme_shared.protocol.records.step import LanePosition
 from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS, BegunWork
 
 WAIT_S = 10.0  # the master answers as soon as there is a task
 READS_AHEAD = 2  # at once, so that what is waited for finds a thread of the process's readers
 READ_LIMIT_S = 120.0
+SLICE_S = 0.005  # of reading in a thread, until what has come is told
+AHEAD_OF_EACH = 2  # minibatches that a process of ReadingProcesses has, or that wait for it
 T = TypeVar("T")
 log = telemetry.logger("tasks")
 
@@ -70,14 +76,23 @@ class TaskFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its records in memory. `order`: in which they are trained; None: as they are.
+    """A task with its records in memory, or that come (Parts). `order`: in which a Shard is trained; None:
+    as it is.
     `generation`: in which this trainer asked for the task (asynchronous). `following`: see TaskAnswer."""
 
     task: Task
-    shard: Shard
+    shard: Shard | Parts
     order: Indices | None = None
     generation: int = 0
     following: Task | None = None
+
+    def has(self, number: int) -> bool:
+        """Whether minibatch `number` is there."""
+        return not isinstance(self.shard, Parts) or self.shard.has(number)
+
+    def comes_after(self, first: int) -> bool:
+        """Whether minibatches from `first` on are to be read ahead."""
+        return isinstance(self.shard, Parts) and not self.shard.given_up and bool(self.shard.missing(first))
 
 
 class TaskSource:
@@ -94,9 +109,10 @@ class TaskSource:
         warn: Callable[[str], object] = log.info,
         *,
         by_columns: bool = False,
+        processes: ReadingProcesses | None = None,
     ) -> None:
-        """`warn`: tells the user a sentence."""
-        self._by_columns = by_columns
+        """`warn`: tells the user a sentence. `processes`: read the objects of the script."""
+        self._by_columns, self._processes = by_columns, processes
         self.spec, self.trainer = spec, trainer
         self._warn = warn
         # what readers, in their threads, say of files that are trained all the same
@@ -166,11 +182,76 @@ class TaskSource:
         or the dataset's storage has not let it read for READ_LIMIT_S: that is no failure of the task, and
         another trainer may be able to read it. Until then the master is told that the task waits, since one
         whose trainer is silent counts as failed."""
+        if (opened := self.opened(task)) is None:
+            return await self._retried(task, lambda: self._read_in(self._offload_of(task), self._load, task))
+        async with SingleErrorGroup() as group:
+            group.create_task(self.read_on(opened))
+            for number in range(minibatches_in(task.count, self.spec.minibatch_size)):
+                await self.ready(opened, number)
+        return opened
+
+    def opened(self, task: Task) -> LoadedTask | None:
+        """A task whose records can be read one by one (those of an object of the script): none is read yet.
+        None: its records are read together."""
+        if not isinstance(self._dataset_of(task), MapStyle):
+            return None
+        order = partial(self._order_of, task, task.count) if self._shuffles(task) else None
+        return LoadedTask(task, Parts(task.first, task.count, self.spec.minibatch_size, order))
+
+    async def ready(self, loaded: LoadedTask, number: int) -> None:
+        """Until minibatch `number` is there. Raises as `load`."""
+        parts = loaded.shard
+        if not isinstance(parts, Parts):
+            return
+        while not parts.has(number):
+            if parts.is_under_way(number):
+                await parts.changed()
+            else:
+                await self._retried(loaded.task, lambda: self._read_part(loaded.task, parts, [number]))
+
+    async def read_on(self, loaded: LoadedTask, first: int = 0) -> None:
+        """Read the minibatches from `first` on, ahead of whoever needs them. What fails is left to `ready`,
+        and then it is an attempt that fails."""
+        task, parts = loaded.task, loaded.shard
+        if not isinstance(parts, Parts) or (task.alone and self._processes is None):
+            return
+
+        async def one_after_the_other() -> None:
+            while not parts.given_up and (missing := parts.missing(first)):
+                try:
+                    await self._read_part(task, parts, missing if self._processes is None else missing[:1])
+                except TriremeError as error:
+                    parts.given_up = True
+                    log.info("not_read_ahead", task=task.task_id, cause=str(error))
+
+        if self._processes is None:
+            async with self._reads_ahead:
+                await one_after_the_other()
+            return
+        async with SingleErrorGroup() as group:
+            for _ in range(AHEAD_OF_EACH * self._processes.count):
+                group.create_task(one_after_the_other())
+
+    async def _read_part(self, task: Task, parts: Parts, numbers: list[int]) -> None:
+        """At least the first of these minibatches."""
+        with parts.reading(numbers):
+            if self._processes is None:
+                await self._read_in(self._offload_of(task), self._read_some, task, parts, numbers)
+                return
+            asked = await self.offload(self._asked, task, parts, numbers[0])
+            shard = await self._processes.read(asked)
+            while self._processes.told:
+                self._warn(self._processes.told.popleft())
+            if isinstance(shard, ItemShard):
+                shard.collate = await self.offload(self._collate_of, task)
+            parts.put(numbers[0], shard)
+
+    async def _retried(self, task: Task, read: Callable[[], Awaitable[T]]) -> T:
+        """See `load`."""
         backoff, tries = Backoff(f"reading {described(task)}", READ_LIMIT_S), 0
-        offload = self._alone if task.alone else self.offload
         while True:
             try:
-                return await self._read_in(offload, task)
+                return await read()
             except DatasetError as error:
                 if error.__cause__ is not None:
                     error.details["traceback"] = traceback_of(error.__cause__, Path(self.spec.script).parent)
@@ -188,16 +269,19 @@ class TaskSource:
         meet the same error, and then it is an attempt that fails."""
         async with self._reads_ahead:
             try:
-                return await self._read_in(self.offload, task)
+                return await self._read_in(self.offload, self._load, task)
             except TriremeError as error:
                 log.info("not_read_ahead", task=task.task_id, cause=str(error))
                 return None
 
-    async def _read_in(self, offload: Offload, task: Task) -> LoadedTask:
-        loaded = await offload(self._load, task)
+    async def _read_in(self, offload: Offload, read: Callable[..., T], *arguments: Any) -> T:
+        found = await offload(read, *arguments)
         while self._changed:
             self._warn(self._changed.popleft())
-        return loaded
+        return found
+
+    def _offload_of(self, task: Task) -> Offload:
+        return self._alone if task.alone else self.offload
 
     async def _tell_waiting(self, task: Task, tries: int, error: PeerError) -> None:
         """It is told again with the next try if it is lost."""
@@ -217,7 +301,12 @@ class TaskSource:
         """Make the objects of the script's code (what `dataset()` gives) before this trainer is a member:
         that may take minutes, and keep the interpreter, so that no lease could be renewed. What fails is told
         with the first task."""
+        if self._processes is not None:
+            with contextlib.suppress(TriremeError):
+                await self._processes.begun()
         for held_out, dataset in ((False, self.spec.dataset), (True, self.spec.evaluation_dataset)):
+            if isinstance(dataset, MapStyle) and self._processes is not None:
+                continue
             if isinstance(dataset, MapStyle | IterableStyle):
                 with contextlib.suppress(TriremeError):
                     await self.offload(self._make, held_out, dataset.reader)
@@ -245,21 +334,64 @@ class TaskSource:
             if self._by_columns:
                 with blaming(task.file, task.first, task.count):
                     shard.keep_columns()
-        if not self.spec.shuffle or task.kind != "TRAIN":
-            return LoadedTask(task, shard)
-        number = int(task.task_id.rpartition("-")[2])
-        return LoadedTask(task, shard, record_order(self.spec.seed, task.epoch, number, len(shard)))
+        order = self._order_of(task, len(shard)) if self._shuffles(task) else None
+        return LoadedTask(task, shard, order)
+
+    def _read_some(self, task: Task, parts: Parts, numbers: list[int]) -> None:
+        """The first of these minibatches, and as many as SLICE_S lasts."""
+        reader, until = self._reader(held_out=self._is_held_out(task)), clock.monotonic() + SLICE_S
+        for number in numbers:
+            asked = self._asked(task, parts, number)
+            with begun.at(BegunWork.of(task).to_bytes()), reading(asked.epoch):
+                shard = reader.chosen(asked.file, asked.numbers, asked.stamp)
+                if self._by_columns:
+                    with blaming(task.file, task.first, task.count):
+                        shard.keep_columns()
+            parts.put(number, shard)
+            if clock.monotonic() > until:
+                return
+
+    def _asked(self, task: Task, parts: Parts, number: int) -> Asked:
+        records = parts.records_of(number)
+        return Asked(self._is_held_out(task), self._epoch_of(task), task.file, records, task.stamp)
+
+    def _collate_of(self, task: Task) -> Callable[[list[Any]], Any] | None:
+        """That of the DataLoader, for items that no process has collated."""
+        taken = self._reader(held_out=self._is_held_out(task)).taken
+        return taken.collate if taken is not None else None
 
     def _read(self, task: Task) -> Shard:
-        evaluates = task.kind in ("EVALUATE", "VALIDATE")
-        reader = self._reader(held_out=evaluates and self.spec.evaluation_dataset is not None)
-        with reading(EVALUATION if evaluates else task.epoch):
+        reader = self._reader(held_out=self._is_held_out(task))
+        with reading(self._epoch_of(task)):
             return reader.read(task.file, task.first, task.count, task.offset, task.stamp)
 
+    def _is_held_out(self, task: Task) -> bool:
+        return self._evaluates(task) and self.spec.evaluation_dataset is not None
+
+    @staticmethod
+    def _evaluates(task: Task) -> bool:
+        return task.kind in ("EVALUATE", "VALIDATE")
+
+    def _epoch_of(self, task: Task) -> int:
+        return EVALUATION if self._evaluates(task) else task.epoch
+
+    def _dataset_of(self, task: Task) -> Dataset:
+        held_out = self.spec.evaluation_dataset if self._evaluates(task) else None
+        return held_out if held_out is not None else self.spec.dataset
+
+    def _shuffles(self, task: Task) -> bool:
+        return self.spec.shuffle and task.kind == "TRAIN"
+
+    def _order_of(self, task: Task, count: int) -> Indices:
+        return record_order(self.spec.seed, task.epoch, int(task.task_id.rpartition("-")[2]), count)
+
     def minibatch(self, loaded: LoadedTask, number: int) -> Records:
-        """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
-        indices = minibatch_in(loaded.order, len(loaded.shard), self.spec.minibatch_size, number)
-        found = loaded.shard.minibatch(indices)
+        """Minibatch `number` of a task, in the order of (seed, epoch, task); of Parts one that is there."""
+        if isinstance(loaded.shard, Parts):
+            found = loaded.shard.minibatch(number)
+        else:
+            indices = minibatch_in(loaded.order, len(loaded.shard), self.spec.minibatch_size, number)
+            found = loaded.shard.minibatch(indices)
         found.work = BegunWork.of(loaded.task, number).to_bytes()
         return found
 

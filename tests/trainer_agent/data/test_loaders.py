@@ -81,7 +81,6 @@ def test_dataset_batch_size_shuffle_drop_last_and_collate_are_kept():
             "the batch_sampler BatchSampler",
             "batch_size=N",
         ),
-        (lambda: DataLoader(ITEMS, worker_init_fn=print), "a worker_init_fn", "in the dataset"),
         (lambda: DataLoader(ITEMS, shuffle=True, generator=torch.Generator()), "a generator", "seed"),
         (
             lambda: DataLoader(ITEMS, sampler=data.RandomSampler(ITEMS, generator=torch.Generator())),
@@ -165,8 +164,9 @@ def test_what_decides_only_the_speed_is_named():
         multiprocessing_context="spawn",
         in_order=False,
     )
-    assert take_over(loader, "it").unused == (
-        "num_workers=2",
+    taken = take_over(loader, "it")
+    assert taken.settings["data_workers"] == 2
+    assert taken.unused == (
         "prefetch_factor=3",
         "persistent_workers=True",
         "timeout=5",
@@ -174,6 +174,13 @@ def test_what_decides_only_the_speed_is_named():
         "in_order=False",
         "multiprocessing_context",
     )
+
+
+def test_a_worker_init_fn_is_kept_with_workers_and_told_without():
+    taken = take_over(DataLoader(ITEMS, num_workers=1, worker_init_fn=print), "it")
+    assert (taken.begin_worker, taken.unused) == (print, ())
+    told = take_over(DataLoader(ITEMS, worker_init_fn=print), "it")
+    assert (told.begin_worker, told.unused) == (None, ("worker_init_fn (num_workers is 0)",))
 
 
 def test_datasets_of_torch_that_pass_several_numbers_on_are_read_one_by_one():

@@ -237,9 +237,12 @@ def test_the_check_tells_what_the_loader_decides_and_what_is_not_used(tmp_path, 
     assert answer["config"]["global_batch_size"] == 8
     assert answer["dataset"]["loader"] is True
     told = answer["notice"]
-    assert "the DataLoader of loader_told:dataset decides global_batch_size = 8, shuffle = False" in told
+    assert (
+        "the DataLoader of loader_told:dataset decides global_batch_size = 8, shuffle = False, data_workers"
+        in told
+    )
     assert "global_batch_size = 4 was given, and wins over 8" in told
-    assert "not used: num_workers=2, pin_memory=True; a trainer reads its next records in threads" in told
+    assert "not used: pin_memory=True; they decide only how fast records are read" in told
 
 
 def test_the_check_refuses_as_usage_what_a_job_cannot_keep(tmp_path, capsys):

@@ -179,6 +179,13 @@ class JobSettings(Record):
         "no such scheduler.",
     )
     threads_per_trainer: int = Field(default=1, ge=1, lt=2**63)
+    data_workers: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="So many processes for each trainer read and collate the items of a dataset that is an "
+        "object of the script, as num_workers of a DataLoader; 0: threads of the trainer read them.",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = True
     shuffle: bool = True

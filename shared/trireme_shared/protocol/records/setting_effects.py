@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from trireme_shared.protocol.records.datasets import MapStyle
 from trireme_shared.protocol.records.job_choices import Mode, Strategy
 from trireme_shared.protocol.records.job_spec import JobSettings, JobSpec
 
@@ -67,6 +68,11 @@ IDLE: tuple[Idle, ...] = (
         lambda spec: f"clip_grad_norm is {spec.clip_grad_norm:g}, so the norm is known in each step",
     ),
     Idle(
+        ("data_workers",),
+        lambda spec: not isinstance(spec.dataset, MapStyle),
+        lambda _: "processes read only objects of the script with items by number (docs/data.md)",
+    ),
+    Idle(
         ("error_feedback",),
         lambda spec: spec.gradient_dtype == "float32",
         lambda _: "gradient_dtype is float32, so no gradient is rounded",
@@ -103,7 +109,7 @@ FREE = frozenset(
         "checkpoint_every_epochs", "checkpoint_every_seconds", "keep_checkpoints", "deltas_per_base",
         "snapshot_bytes", "checkpoint_checksum", "skip_after_seconds", "recovery_timeout_s",
         "grad_norm_every", "pre_tasks", "post_tasks", "trackers", "strategy", "min_members", "exchange",
-        "backend", "reduction", "bucket_bytes", "restart_policy", "restart_delay_s",
+        "backend", "reduction", "bucket_bytes", "restart_policy", "restart_delay_s", "data_workers",
     }
 )  # fmt: skip
 GROWS = "epochs"
