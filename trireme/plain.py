@@ -228,9 +228,9 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     policies, averages = policies_of(model, user.buffers), averages_of(model)
     for average in averages:  # as every version that is loaded in a job
         average.follow()
-    laid_out = plan(  # refuses what no job can train
-        model, optimizer, spec.block_bytes, spec.slot_count, policies=policies, thaws=user.loop is None
-    )
+    thaws = user.loop is None
+    # refuses what no job can train
+    laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count, policies=policies, thaws=thaws)
     tables = OneLane(model, spec.seed, spec.slot_count, optimizer)
     tables.start_with(started.tables)
     schedule = Schedule(made_by(user, optimizer, spec.seed), spec, user.guard)
@@ -242,7 +242,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     trained = {place.name: named[place.name] for place in laid_out.parameters}
     parameters, without = list(trained.values()), MissingGradients(laid_out)
     reads = LossReader(user, optimizer, trained, tables=tables.are_there)
-    freezing = FrozenParameters(laid_out, parameters, thaws=user.loop is None)
+    freezing = FrozenParameters(laid_out, parameters, thaws=thaws)
     modes = Modes(model, own_loop=user.loop is not None)
     if modes.notice:
         report(modes.notice)
@@ -251,14 +251,12 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
 
     def on_made(parameter: torch.Tensor) -> None:
         guard.permit()
-        # as a trainer does: to clip and to step any optimizer
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        if parameter.grad is not None and parameter.grad.is_sparse:  # as at a trainer, to clip and step it
             parameter.grad = parameter.grad.to_dense()
 
     hooks = [on_gradient(parameter, on_made) for parameter in parameters]
     result = PlainResult(model, optimizer, tables)
-    changed = report if spec.changed_files == "report" else None
-    reader = user.reader_of(spec.dataset, spec.seed, changed)
+    reader = user.reader_of(spec.dataset, spec.seed, report if spec.changed_files == "report" else None)
     progress = ProgressLines(spec, counted.table.records, report)
     watch, told_of_buffers, by_columns = Watch(user.path, model), False, not user.has("collate")
     evaluations = Evaluations(user, spec, counted.steps, device, report, reads)
@@ -302,9 +300,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 stepped = guard.run(losses)
                 unshared.check(user)
             rows = recorded.lane_rows(len(minibatch), guard.row_factor)
-            error = (
-                _nonfinite(spec, to_report, trained, tables.gradients(rows)) if stepped else LeftOutError()
-            )
+            error: NonFiniteError | None = None if stepped else LeftOutError()
+            error = error or _nonfinite(spec, to_report, trained, tables.gradients(rows))
             if error is None:
                 if spec.clip_lane_norm is not None:
                     nn.utils.clip_grad_norm_(parameters, spec.clip_lane_norm)
@@ -313,9 +310,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 without.minibatch(had, freezing.indices)
                 for told in without.told():
                     report(f"warning: {told}")
-                for index, parameter in enumerate(parameters):
-                    if not had[index] and index not in freezing.indices:  # a job steps it all the same
-                        parameter.grad = torch.zeros_like(parameter)
+                for index in {at for at, it in enumerate(had) if not it} - freezing.indices:
+                    parameters[index].grad = torch.zeros_like(parameters[index])  # as a job steps it
                 if clipper is not None:
                     clipper.clip([parameter.grad for parameter in parameters])
                 user.guard(optimizer.step)
@@ -328,9 +324,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
                 trained_records += len(minibatch)
                 user.guard(add, logged, losses.metrics, float(len(minibatch)))
-                sums |= {
-                    name: sums[name].plus(value) if name in sums else value for name, value in logged.items()
-                }
+                sums |= {name: sums[name].plus(it) if name in sums else it for name, it in logged.items()}
             elif spec.on_nonfinite == "skip" or not stepped:
                 report(f"step {result.steps} is left out: {error}")
                 for buffer, before in zip(model.buffers(), buffers, strict=True):

@@ -491,8 +491,8 @@ def head_of(
 
 
 def fields_of(number: int, item: PushBlock) -> codec.Fields:
-    """Of a block with a result or a version, or of rows: every field that is not None; Record.model_dump takes
-    three times as long."""
+    """Of a block with a result or a version, or of rows: every field that is not None. Record.model_dump
+    takes three times as long."""
     fields = {"id": number} | _given(item)
     return fields if item.result is None else fields | {"result": _given(item.result)}
 

@@ -333,9 +333,15 @@ def check_layout(mine: Layout, job: Layout) -> None:
             job="; ".join(f"{each.name} {each.digest}" for each in job.constants or ()),
         )
     if differences:
+        hint = "give every trainer the same script and packages, or start a new job"
+        if mine.frozen and not job.sizes:
+            hint = (
+                "the job was begun by an earlier version of Trireme, which did not lay out parameters that "
+                "are frozen at first: leave them out of the optimizer, or start a new job with --init-from"
+            )
         raise LayoutMismatch(
             f"this trainer's model is not the job's: different {'; '.join(differences)}",
-            hint="give every trainer the same script and packages, or start a new job",
+            hint=hint,
             mine=mine.digest,
             job=job.digest,
         )

@@ -189,7 +189,7 @@ class MinibatchRunner:
             self._missing = None  # only after backward it is known which of the parameters had a gradient
         if idle is not None:
             idle.clear()
-            idle.update(self.freezing.idle_blocks())
+            idle.update(self.freezing.idle)
         self._leave_alone()
         stepped = self._guard.run(losses)
         self._unshared.check(self._user)  # hooks run in backward, and a loop goes on to its step

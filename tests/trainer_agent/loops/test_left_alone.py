@@ -3,8 +3,6 @@ bits are plain PyTorch's, and a lane that freezes other parameters than the othe
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 
@@ -63,7 +61,7 @@ CHANGES = {
         "    hidden = torch.relu(model.middle(hidden)) if step > 6 else hidden\n"
         "    return F.cross_entropy(model.head(hidden), batch['y'])"
     ),
-    "never used": ("return F.cross_entropy(model.head(torch.relu(model.body(batch['x']))), batch['y'])"),
+    "never used": "return F.cross_entropy(model.head(torch.relu(model.body(batch['x']))), batch['y'])",
     "never": "pass",
 }
 OF_LANES = {
@@ -83,8 +81,6 @@ OPTIMIZERS = {
 }
 ONE = {"epochs": 2, "block_bytes": 1024}
 FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "epochs": 4, "block_bytes": 1024}
-
-
 WHOLE = {
     "lamb": "trireme.optim.LAMB(model.parameters(), lr=0.01, weight_decay=0.1)",
     "lars": "trireme.optim.LARS(model.parameters(), lr=0.1, weight_decay=0.1)",
@@ -100,10 +96,7 @@ def script_with(folder, change, optimizer="adamw", name="script"):
 
 @pytest.mark.parametrize(
     ("change", "optimizer"),
-    [
-        *((each, "adamw") for each in CHANGES),
-        *(("both ways", each) for each in OPTIMIZERS if each != "adamw"),
-    ],
+    [*((each, "adamw") for each in ("both ways", "once", "thawed behind forward")), ("used late", "sgd")],
 )
 async def test_one_lane_has_the_bits_of_plain_pytorch(tmp_path, change, optimizer):
     script = script_with(tmp_path, change, optimizer)
@@ -157,21 +150,23 @@ async def test_a_step_has_the_gradients_of_those_lanes_that_have_any(tmp_path, s
 
 
 @pytest.mark.parametrize("change", ["both ways", "used by some lanes"])
-@pytest.mark.parametrize("strategy", list(Strategy))
-async def test_trainers_that_die_and_join_do_not_show_in_the_bits(tmp_path, strategy, change):
+async def test_trainers_that_die_and_join_do_not_show_in_the_bits(tmp_path, change):
     script = script_with(tmp_path, change)
     alone = await trained(spec_for(script, **FOUR, storage=str(tmp_path / "alone")), 1)
-    servers = int(strategy is Strategy.PARAMETER_SERVER)
-    common = {**FOUR, "strategy": strategy, "pservers": servers, "storage": str(tmp_path / "many")}
-    members = cluster if servers else collective.cluster
-    async with members(spec_for(script, **common, trainers=2), 2) as made:
-        await made.version(6)
-        await made.kill("trainer-0-x")
-        made.add_trainer("trainer-7-x")
-        await made.version(11)
-        await made.kill("trainer-1-x")
-        assert (await made.ended()).phase is Phase.COMPLETED
-        assert differing(alone, made.exported()) == []
+    for strategy, members in (
+        (Strategy.PARAMETER_SERVER, cluster),
+        (Strategy.COLLECTIVE, collective.cluster),
+    ):
+        servers = int(members is cluster)
+        common = {**FOUR, "strategy": strategy, "pservers": servers, "storage": str(tmp_path / strategy)}
+        async with members(spec_for(script, **common, trainers=2), 2) as made:
+            await made.version(6)
+            await made.kill("trainer-0-x")
+            made.add_trainer("trainer-7-x")
+            await made.version(11)
+            await made.kill("trainer-1-x")
+            assert (await made.ended()).phase is Phase.COMPLETED
+            assert differing(alone, made.exported()) == []
 
 
 async def test_lanes_that_disagree_are_told_with_the_name(tmp_path):
@@ -193,11 +188,10 @@ async def test_lanes_that_disagree_are_told_with_the_name(tmp_path):
             state = await made.ended()
         assert state.phase is Phase.FAILED
         assert "the parameter body.weight requires a gradient" in state.failure.message
-    await asyncio.sleep(0)
 
 
 async def test_what_is_frozen_is_exported_in_full_though_it_travels_in_half(tmp_path):
-    """Trainers compute with rounded parameters; one that did not change since is not what the export takes."""
+    """Trainers compute with rounded parameters; the export takes none of them for want of a change."""
     script = script_with(tmp_path, "never")
     spec = spec_for(script, parameter_dtype="bfloat16", **ONE)
     body = load(script)

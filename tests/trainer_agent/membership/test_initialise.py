@@ -69,6 +69,23 @@ def test_a_layout_mismatch_says_what_differs(tmp_path):
     assert "block_bytes (256, the job has 512)" in raised.value.message
 
 
+def test_a_job_that_an_earlier_version_began_goes_on_unless_it_had_frozen_parameters(tmp_path):
+    """Its layout does not say where parameters lie, and has no place for what is frozen at first."""
+    model = "def model():\n    return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3){})\n"
+    none, some = (
+        layout_of(write_script(tmp_path, f"of{len(change)}", model=model.format(change)))
+        for change in ("", ".requires_grad_(False)")
+    )
+    earlier = {"sizes": (), "frozen": ()}
+    check_layout(none, none.model_copy(update=earlier))
+    with pytest.raises(LayoutMismatch) as raised:
+        check_layout(some, some.model_copy(update={"frozen": ()}))
+    assert "at first (without are the parameters number 2 to 3, of the job none)" in raised.value.message
+    with pytest.raises(LayoutMismatch) as raised:
+        check_layout(some, layout_of(write_script(tmp_path)).model_copy(update=earlier))
+    assert "by an earlier version of Trireme" in raised.value.hint
+
+
 def test_a_layout_mismatch_says_which_tables_differ_and_in_what():
     user = TableSpec(
         name="user", dim=4, optimizer=RowOptimizer(kind="sgd", lr=0.5), init=RowInit(kind="normal", scale=0.1)

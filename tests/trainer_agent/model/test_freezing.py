@@ -37,13 +37,9 @@ from trireme_shared.serving.core.stores import store_of
 
 POSITIONS = (LanePosition(lane=0),)
 CASES = [
-    *((each, "adamw") for each in CHANGES),
-    *(
-        (each, optimizer)
-        for each in ("both ways", "used late")
-        for optimizer in OPTIMIZERS
-        if optimizer != "adamw"
-    ),
+    *((each, "adamw") for each in CHANGES if each != "both ways"),
+    *(("both ways", each) for each in OPTIMIZERS if each != "adamw"),
+    ("used late", "sgd"),
 ]
 
 
@@ -169,18 +165,20 @@ def parameters(made):
 @pytest.mark.parametrize(
     ("kind", "change", "optimizer"),
     [
-        *((kind, *case) for case in CASES for kind in (OnServers, InReplica)),
-        *((InReplica, change, optimizer) for change in ("both ways", "used late") for optimizer in WHOLE),
+        *(((OnServers, InReplica)[number % 2], *case) for number, case in enumerate(CASES)),
+        *((kind, "both ways", "adamw") for kind in (OnServers, InReplica)),
+        *((InReplica, "both ways", optimizer) for optimizer in WHOLE),
     ],
 )
-async def test_one_lane_has_the_bits_of_plain_pytorch(tmp_path, executor, kind, change, optimizer):
+async def test_one_lane_has_the_bits_of_plain_pytorch_also_from_copies(
+    tmp_path, executor, kind, change, optimizer
+):
     script = script_with(tmp_path, change, optimizer)
     ring = {"strategy": "collective", "pservers": 0} if kind is InReplica else {}
     spec = spec_for(script, **ring, **ONE)
     plain = train_plainly(script, spec)
     assert differing(dict(run(load(script), spec).model.state_dict()), plain) == []
     plain.pop("steps")
-    assert differing(parameters(await trained(kind, script, spec, executor)), plain) == []
     again = await trained(kind, script, spec, executor, range(1, 12, 2))
     assert differing(parameters(again), plain) == []
 
@@ -216,9 +214,15 @@ async def test_blocks_whose_parameters_are_all_frozen_are_not_sent(tmp_path, exe
     assert same == body - moved
 
 
-@pytest.mark.parametrize("kind", [OnServers, InReplica])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("change", ["both ways", "frozen", "never used"])
+@pytest.mark.parametrize(
+    ("kind", "change", "optimizer"),
+    [
+        (OnServers, "both ways", "adamw"),
+        (InReplica, "frozen", "sgd"),
+        (OnServers, "never used", "sgd"),
+        (InReplica, "both ways", "adamw"),
+    ],
+)
 async def test_a_job_begins_with_the_state_of_one_that_froze(tmp_path, executor, kind, change, optimizer):
     script = script_with(tmp_path, change, optimizer)
     begun = run(load(script), spec_for(script, **ONE))
@@ -231,8 +235,10 @@ async def test_a_job_begins_with_the_state_of_one_that_froze(tmp_path, executor,
     assert differing(parameters(await trained(kind, script, spec, executor)), plain) == []
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("change", ["both ways", "frozen", "once", "used late", "never"])
+@pytest.mark.parametrize(
+    ("change", "optimizer"),
+    [("both ways", "sgd"), *((each, "adamw") for each in ("both ways", "once", "used late", "never"))],
+)
 async def test_the_exported_state_is_that_of_plain_pytorch(tmp_path, executor, change, optimizer):
     script = script_with(tmp_path, change, optimizer)
     spec = spec_for(script, **ONE)

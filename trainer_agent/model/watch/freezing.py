@@ -19,6 +19,8 @@ backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from operator import attrgetter, ne
 
 import torch
 from torch import nn
@@ -35,6 +37,7 @@ IN_BACKWARD = (
     "changed requires_grad of the parameter {name} in backward; call requires_grad_ in loss(model, batch), "
     "in front of forward"
 )
+REQUIRED = attrgetter("requires_grad")
 
 
 class FrozenParameters:
@@ -50,22 +53,28 @@ class FrozenParameters:
             for block in blocks:
                 self._members.setdefault(block, set()).add(index)
         self._is_sync, self._thaws = bool(plan.layout.sizes), thaws
-        self._begun: list[bool] = []  # by parameter: whether it requires a gradient when the step begins
-        self._now: list[bool] = []
-        self._begun_unused: frozenset[int] = frozenset()  # when the step begins, by their places in the plan
+        #: what the version says, and what it means here: by parameter, whether it requires a gradient when
+        # the step begins; its places in the plan, if no step has used it
+        self._of_version: tuple[ParameterNumbers | None, ParameterNumbers | None] = ((), ())
+        self._begun = [True] * len(parameters)
+        self._begun_unused: frozenset[int] = frozenset()
+        self._now = self._begun  # in this lane
         self._unused: frozenset[int] = frozenset()  # with those that this lane has thawed
         self._of_step: ParameterNumbers | None = None  # what is frozen, as the first lane of the step says
         self._frozen: frozenset[int] = frozenset()  # in this lane
         self._spared: frozenset[int] = frozenset()  # required and unused, as the graph says
         self._spared_before: frozenset[int] = frozenset()  # of the last lane, as its backward said
+        self._resting: frozenset[int] = frozenset()  # in this lane: their optimizer has no loss
+        self._resting_of_step: ParameterNumbers | None = None  # as the first lane of the step says
+        self._told = self._frozen, self._spared, self._resting  # as places: `frozen`, `unused`, `resting`
         #: of the last lane, see NodeResult; None: not known in this job
         self.frozen: ParameterNumbers | None = () if self._is_sync else None
         self.unused: ParameterNumbers | None = self.frozen
         #: the parameters that this lane leaves as they are, by their places in the plan
         self.indices: frozenset[int] = frozenset()
-        self._resting: frozenset[int] = frozenset()  # in this lane: their optimizer has no loss
-        self._resting_of_step: ParameterNumbers | None = None
         self.resting: ParameterNumbers = ()
+        #: blocks of which all parameters are frozen or rest in this lane, and so in all lanes of the step
+        self.idle: frozenset[int] = frozenset()
         self.begin_step(None)
 
     def __repr__(self) -> str:
@@ -82,16 +91,19 @@ class FrozenParameters:
 
     def _begin(self, frozen: ParameterNumbers | None, unused: ParameterNumbers | None) -> None:
         if self._is_sync:
+            self._of_step = self._resting_of_step = None
+            if (frozen, unused) == self._of_version:
+                return
+            self._of_version = frozen, unused
             left = self._indices(self._first if frozen is None else frozen)
             self._begun = [index not in left for index in range(len(self._places))]
             every = frozenset(range(len(self._places)))
             self._begun_unused = every if unused is None else self._indices(unused)
-            self._of_step = self._resting_of_step = None
 
     def begin(self) -> None:
         """In place: the parameters require a gradient as they do when the step begins."""
-        for parameter, required in zip(self._parameters, self._begun, strict=True) if self._thaws else ():
-            if parameter.requires_grad is not required:
+        if self._thaws and self._required() != self._begun:
+            for parameter, required in zip(self._parameters, self._begun, strict=True):
                 parameter.requires_grad_(required)
 
     def forward_over(self, losses: Losses) -> bool:
@@ -99,12 +111,19 @@ class FrozenParameters:
         shows whether it is as the graph says."""
         if not self._is_sync:
             return False
-        self._now = [parameter.requires_grad for parameter in self._parameters]
-        self._frozen = frozenset(index for index, required in enumerate(self._now) if not required)
-        both = enumerate(zip(self._now, self._begun, strict=True))
-        thawed = [index for index, (now, begun) in both if now and not begun]
-        self._unused = self._begun_unused.union(thawed)
-        self._resting = losses.resting
+        is_new = losses.resting != self._resting
+        if (now := self._required()) != self._now or is_new:
+            self._now, self._resting = now, losses.resting
+            self._frozen = frozenset(index for index, required in enumerate(now) if not required)
+            left = self._frozen | self._resting
+            touched = {block for index in left for block in self._blocks_of[index]}
+            self.idle = frozenset(block for block in touched if self._members[block] <= left)
+        self._unused = self._begun_unused
+        if now != self._begun:
+            both = enumerate(zip(now, self._begun, strict=True))
+            self._unused = self._unused.union(
+                index for index, (is_now, begun) in both if is_now and not begun
+            )
         self._spared = self._unused - self._frozen - self._resting
         if self._spared and self._thaws:  # a loop of its own may change gradients until its step
             used = losses.leaves()
@@ -117,26 +136,24 @@ class FrozenParameters:
         did not show. Raises UserCodeError: another lane of this step has other frozen parameters."""
         if not self._is_sync:
             return False
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad is not self._now[index]:
-                message = f"loss(model, batch) {IN_BACKWARD.format(name=self._places[index].name)}"
-                raise user.error_of(RuntimeError(message), fatal=True)
+        if (now := self._required()) != self._now:
+            place = next(compress(self._places, map(ne, now, self._now)))
+            message = f"loss(model, batch) {IN_BACKWARD.format(name=place.name)}"
+            raise user.error_of(RuntimeError(message), fatal=True)
         expected = self._spared
         self._spared = self._spared_before = frozenset(index for index in expected if not made[index])
         self._tell()
         self._compare(user)
         return self._spared != expected
 
-    def idle_blocks(self) -> set[int]:
-        """Blocks of which all parameters are frozen or rest in this lane, and so in all lanes of the step."""
-        left = self._frozen | self._resting
-        touched = {block for index in left for block in self._blocks_of[index]}
-        return {block for block in touched if self._members[block] <= left}
+    def _required(self) -> list[bool]:
+        return list(map(REQUIRED, self._parameters))
 
     def _tell(self) -> None:
         self.indices = self._frozen | self._spared | self._resting
-        self.frozen, self.unused = self._numbers(self._frozen), self._numbers(self.indices & self._unused)
-        self.resting = self._numbers(self._resting)
+        if (told := (self._frozen, self.indices & self._unused, self._resting)) != self._told:
+            self._told = told
+            self.frozen, self.unused, self.resting = map(self._numbers, told)
 
     def _indices(self, numbers: ParameterNumbers) -> frozenset[int]:
         known = set(numbers_in(numbers))

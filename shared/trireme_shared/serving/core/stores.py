@@ -109,7 +109,7 @@ class StepPushes:
         if (refusal := self.judge(push, item.lanes)) is not None:
             return refusal
         before = state.version
-        if before >= step and item.lanes not in push.noted:
+        if before == step and item.lanes not in push.noted:
             push.noted.add(item.lanes)
             self._history.note(push.header, push.positions, item.lanes, push.results.get(item.lanes))
         content = value, item.count, self.options(step, state.place), memory, item.dtype
