@@ -400,7 +400,8 @@ class OwnLoop:
         scheduler = parts.hooks.get("scheduler")
         if scheduler is not None and not is_function(scheduler):
             for each in (named_in(scheduler) or {"": scheduler}).values():
-                self._take_over_scheduler(each)
+                if each is not None:
+                    self._take_over_scheduler(each)
         self._hand_over(Place.PREPARED)
         self.threads_notice = use_threads(self._threads)
         for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:

@@ -176,8 +176,9 @@ async def test_a_step_that_stepped_all_optimizers_would_show(tmp_path, executor,
     script = script_with(tmp_path, "in turns")
     spec = spec_of(script)
     plain = without_counter(trained_plainly(script, spec)[0])
-    nothing = property(lambda _: frozenset(), lambda _, __: None)
-    monkeypatch.setattr(FrozenParameters, "idle", nothing, raising=False)
+    monkeypatch.setattr(
+        FrozenParameters, "idle", property(lambda _: frozenset(), lambda *_: None), raising=False
+    )
     assert differing(parameters(await trained(OnServers, script, spec, executor)), plain) == []
     monkeypatch.setattr(
         NodeResult, "model_construct", lambda **fields: NodeResult(**fields | {"resting": ()})

@@ -64,16 +64,15 @@ class FrozenParameters:
         self._frozen: frozenset[int] = frozenset()  # in this lane
         self._spared: frozenset[int] = frozenset()  # required and unused, as the graph says
         self._spared_before: frozenset[int] = frozenset()  # of the last lane, as its backward said
+        self._resting: frozenset[int] = frozenset()  # in this lane: their optimizer has no loss
+        self._resting_of_step: ParameterNumbers | None = None  # as the first lane of the step says
+        self._told = self._frozen, self._spared, self._resting  # as places: `frozen`, `unused`, `resting`
         #: of the last lane, see NodeResult; None: not known in this job
         self.frozen: ParameterNumbers | None = () if self._is_sync else None
         self.unused: ParameterNumbers | None = self.frozen
         #: the parameters that this lane leaves as they are, by their places in the plan
         self.indices: frozenset[int] = frozenset()
-        self._resting: frozenset[int] = frozenset()  # in this lane: their optimizer has no loss
-        self._resting_of_step: ParameterNumbers | None = None
         self.resting: ParameterNumbers = ()
-        #: as places: `frozen`, `unused` and `resting`
-        self._told = self._frozen, self._spared, self._resting
         #: blocks of which all parameters are frozen or rest in this lane, and so in all lanes of the step
         self.idle: frozenset[int] = frozenset()
         self.begin_step(None)
@@ -112,7 +111,8 @@ class FrozenParameters:
         shows whether it is as the graph says."""
         if not self._is_sync:
             return False
-        if (now := self._required()) != self._now or losses.resting != self._resting:
+        is_new = losses.resting != self._resting
+        if (now := self._required()) != self._now or is_new:
             self._now, self._resting = now, losses.resting
             self._frozen = frozenset(index for index, required in enumerate(now) if not required)
             left = self._frozen | self._resting
