@@ -57,7 +57,8 @@ def loss(model, batch):
     found = F.cross_entropy(model(batch["x"]), batch["y"])
     return found * (float("nan") if float(batch["x"][0, 0]) > 0.5 else 1)
 """
-HABITS: dict[str, Plain | str] = {
+#: What plain PyTorch has instead; or the name of a model of the zoo; or the tests of a page.
+HABITS: dict[str, Plain | str | Path] = {
     "`scheduler.step()` after each step": Plain(scheduled("ExponentialLR(made, 0.9)")),
     "`scheduler.step()` after each epoch": Plain(scheduled("StepLR(made, 2)", STEPS_OF_AN_EPOCH)),
     "`OneCycleLR(optimizer, 0.3, total_steps=epochs * len(loader))`": Plain(
@@ -126,6 +127,11 @@ def final(model, x, y):
     "a codebook by moving averages (VQ-VAE)": "VQ-VAE",
     "two losses, an optimizer for each (actor and critic)": "actor and critic",
     "a GAN, both parts stepped from the same minibatch": "GAN",
+    "`AutoModel.from_pretrained(...)`, `peft.get_peft_model`, the arguments of `Trainer`": Path(
+        "tests/zoo/test_hugging_face.py"
+    ),
+    "`Trainer(max_epochs=5).fit(module, datamodule)` of Lightning": Path("tests/zoo/test_lightning.py"),
+    "`accelerator = Accelerator()`": Path("tests/trainer_agent/own_loop/test_from_accelerate.py"),
 }
 
 
@@ -167,6 +173,10 @@ def test_a_row_shows_the_code_of_a_model_of_the_zoo(habit: str):
     script = re.sub(r"\s+", " ", ZOO[model].script)
     shown = [code for code in code_in(ROWS[habit]) if code != "trireme.log(name=value)"]
     assert all(re.sub(r"\s+", " ", code) in script for code in shown)
+
+
+def test_pages_that_rows_name_have_tests():
+    assert all((ROOT / tests).is_file() for tests in HABITS.values() if isinstance(tests, Path))
 
 
 def test_the_code_of_two_optimizers_is_that_of_the_zoo():

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
@@ -27,6 +28,17 @@ from trireme_shared.serving.core.asynchronous import STATE_EVERY, newest_at
 from trireme_shared.serving.optimizers.own_step import check_scheduler_step
 
 Guard = Callable[..., Any]
+
+
+class Wanted(NamedTuple):
+    """What a LightningModule says of its scheduler: when it is stepped, "step" or "epoch", and the metric
+    that ReduceLROnPlateau follows."""
+
+    interval: str = "step"
+    monitor: str = ""
+
+
+_wanted: WeakKeyDictionary[Any, Wanted] = WeakKeyDictionary()
 TOO_MANY = "Tried to step "  # torch's words
 MAKE_IT_SO = "make it with total_steps=trireme.total_steps() (with schedule_per epoch: the number of epochs)"
 STEPS_AT_ONCE = 1000  # of a scheduler, until the trainer looks what else is to do
@@ -73,11 +85,29 @@ class Schedule:
             ) from error
 
 
+def want(scheduler: Any, wanted: Wanted) -> None:
+    """From now on a job whose settings say something else is refused."""
+    _wanted[scheduler] = wanted
+
+
+def _check_wanted(scheduler: Any, spec: JobSpec) -> None:
+    """Raises InvalidArgument."""
+    if (wanted := _wanted.get(scheduler)) is None:
+        return
+    name, says, now = "schedule_per", wanted.interval, str(spec.schedule_per)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        name, says, now = "plateau_metric", wanted.monitor, spec.plateau_metric or "not set"
+    if says != now:
+        msg = f"configure_optimizers returned a {type(scheduler).__name__} for {says!r}, and {name} is {now}"
+        raise InvalidArgument(msg, hint=f'set it alike: config = trireme.Config({name}="{says}")')
+
+
 def check_scheduler(scheduler: Any, spec: JobSpec) -> None:
     """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot
     share."""
     optimizer.check_scaled(scheduler, spec)
     if scheduler is not None:
+        _check_wanted(scheduler, spec)
         check_scheduler_step(scheduler)
         encode(scheduler.state_dict())
     metric = spec.plateau_metric

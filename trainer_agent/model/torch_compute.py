@@ -40,6 +40,7 @@ from trainer_agent.model.gradient_tree import (
     check_gradients,
 )
 from trainer_agent.model.minibatch import MinibatchRunner
+from trainer_agent.model.pretrained import write_pretrained
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
@@ -228,6 +229,7 @@ class TorchCompute:
 
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         self._initial_states = None
+        self.minibatch.step_and_epoch = before.step_and_epoch
         self.minibatch.averaged.version(self._current)
         self._schedule.before_step(before)
         options = optimizers.numeric_options(self.optimizer) if before.is_own else ()
@@ -439,8 +441,8 @@ class TorchCompute:
 
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:
-    """Names (see without_wrappers) and values of `model.state_dict()`; kind -> URL. A retry overwrites with
-    the same bytes."""
+    """Names (see without_wrappers) and values of `model.state_dict()`, and what Hugging Face's libraries save
+    of such a model; kind -> URL. A retry overwrites with the same bytes."""
     state = without_wrappers(model, state_of(model))
     urls = {
         "safetensors": files.join(directory, "model.safetensors"),
@@ -449,4 +451,5 @@ def write_model(model: nn.Module, directory: str) -> dict[str, str]:
     files.write_bytes(urls["safetensors"], save(state, PYTORCH))
     with files.write_atomic(urls["state_dict"]) as file:
         torch.save(state, file)
-    return urls
+    del state  # as large as the model
+    return urls | write_pretrained(model, directory)
