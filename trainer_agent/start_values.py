@@ -121,7 +121,7 @@ def load_state(
     and torch.compile put before them; what was left out, also of its `tables`. Raises InvalidArgument if they
     are not those of the model; `partial`: if none of them is."""
     own = _tensors(model)
-    values = _named_as(own, values)
+    values = _with_tied(own, _named_as(own, values))
     fitting = {
         name: value for name, value in values.items() if name in own and _kind(own[name]) == _kind(value)
     }
@@ -164,6 +164,21 @@ def _named_as(own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
     renamed = {name: name if name in own else names.get(without, name) for name, without in bare}
     taken = Counter(renamed.values())
     return {renamed[name] if taken[renamed[name]] == 1 else name: value for name, value in values.items()}
+
+
+def _with_tied(own: Mapping[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Also the names that the model has for tensors of `values`: of tied parameters, transformers saves
+    one."""
+    places: dict[tuple[Any, ...], str] = {}
+    for name, tensor in own.items():
+        if name in values and tensor.numel():
+            places[_place(tensor)] = name
+    tied = {name: places[_place(tensor)] for name, tensor in own.items() if _place(tensor) in places}
+    return {name: values[other] for name, other in tied.items()} | values
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _unwrapped(names: list[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.nn` (embedding tables, averages),
-`trireme.metrics`, `trireme.optim`, `trireme.log`, `trireme.train`, `trireme.total_steps`, and for a loop of
-its own `trireme.prepare` and `trireme.backward`, or `trireme.CollectiveCommunicator`; for programs and
-notebooks `trireme.run`. The import loads neither torch nor pydantic."""
+`trireme.metrics`, `trireme.optim`, `trireme.log`, `trireme.train`, `trireme.total_steps`, for a
+LightningModule `trireme.lightning`, and for a loop of its own `trireme.prepare` and `trireme.backward`, or
+`trireme.CollectiveCommunicator`; for programs and notebooks `trireme.run`. The import loads neither torch nor
+pydantic."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from trireme_shared.protocol.errors import TriremeError
 if TYPE_CHECKING:
     from trainer_agent.own_loop.job_steps import steps_per_epoch as steps_per_epoch
     from trainer_agent.own_loop.job_steps import total_steps as total_steps
+    from trainer_agent.script.lightning import lightning as lightning
     from trireme import data as data
     from trireme import metrics as metrics
     from trireme import nn as nn
@@ -52,6 +54,7 @@ __all__ = [
     "__version__",
     "backward",
     "data",
+    "lightning",
     "log",
     "log_metrics",
     "metrics",
@@ -77,6 +80,7 @@ _HOMES = {
     "Status": "trireme.communicator_status",
     "WaitTimedOut": "trireme.background.errors",
     "backward": "trireme.loop",
+    "lightning": "trainer_agent.script.lightning",
     "log": "trireme_shared.protocol.metrics",
     "log_metrics": "trireme_shared.protocol.metrics",
     "prepare": "trireme.loop",

@@ -61,7 +61,7 @@ from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, e
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import UnsharedState
 from trainer_agent.own_loop.changes import BUFFERS
-from trainer_agent.own_loop.job_steps import JobSteps, telling
+from trainer_agent.own_loop.job_steps import JobSteps, telling, training_at
 from trainer_agent.own_loop.turns import use_threads
 from trainer_agent.script.user_module import UserModule, is_loading
 from trainer_agent.start_values import load_start_state, load_start_values
@@ -288,7 +288,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
                 with collected() as logged:
                     batch = batch_of(user, minibatch, device)
                     unshared.begin(again=user.loop is not None)
-                    with autocast(spec.precision, device):
+                    with autocast(spec.precision, device), training_at((result.steps, epoch)):
                         found = guard.call("loss", model, batch)
                 losses = reads.read(found)
                 unshared.check(user)

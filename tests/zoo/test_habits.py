@@ -57,7 +57,8 @@ def loss(model, batch):
     found = F.cross_entropy(model(batch["x"]), batch["y"])
     return found * (float("nan") if float(batch["x"][0, 0]) > 0.5 else 1)
 """
-HABITS: dict[str, Plain | str] = {
+#: What plain PyTorch has instead; or the name of a model of the zoo; or the tests of a page.
+HABITS: dict[str, Plain | str | Path] = {
     "`scheduler.step()` after each step": Plain(scheduled("ExponentialLR(made, 0.9)")),
     "`scheduler.step()` after each epoch": Plain(scheduled("StepLR(made, 2)", STEPS_OF_AN_EPOCH)),
     "`OneCycleLR(optimizer, 0.3, total_steps=epochs * len(loader))`": Plain(
@@ -129,6 +130,11 @@ def final(model, x, y):
     "a GAN in turns: a step of the discriminator, then one of the generator": "GAN in turns",
     # tests/trainer_agent/model/test_several_optimizers.py trains it
     "one loss, Adam for the trunk and SGD for the head": "actor and critic",
+    "`AutoModel.from_pretrained(...)`, `peft.get_peft_model`, the arguments of `Trainer`": Path(
+        "tests/zoo/test_hugging_face.py"
+    ),
+    "`Trainer(max_epochs=5).fit(module, datamodule)` of Lightning": Path("tests/zoo/test_lightning.py"),
+    "`accelerator = Accelerator()`": Path("tests/trainer_agent/own_loop/test_from_accelerate.py"),
 }
 
 
@@ -176,3 +182,7 @@ def test_the_code_of_several_optimizers_is_that_of_the_zoo():
     both, in_turns = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert both.strip() in GAN
     assert re.sub("  # .*", "", in_turns).strip() in GAN_IN_TURNS
+
+
+def test_pages_that_rows_name_have_tests():
+    assert all((ROOT / tests).is_file() for tests in HABITS.values() if isinstance(tests, Path))

@@ -297,8 +297,9 @@ class Joiner:
             request = self._directory.checkpoint_request or self._exchange.checkpoint_again()
             generation = self._exchange.fleet.generation
             asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
+            place = step, positions_of_step(version.positions)[0].epoch
             plateau = self._evaluator.plateau_value(version)
-            before = BeforeStep(ends_epoch(version.positions), plateau, version=version)
+            before = BeforeStep(ends_epoch(version.positions), plateau, version=version, step_and_epoch=place)
             begun = self._compute.begin_step(before)
             change = self._spec.options_change
             self._lane_zero = step, begun.with_fields(asked=asked, options_change=change)

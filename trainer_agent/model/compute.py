@@ -53,12 +53,14 @@ class BeforeStep:
     the first step of an epoch behind another one. `metric`: the value of plateau_metric in the evaluation
     whose result takes effect here (NaN: it had none that is finite); None: no result does. `is_own` False:
     others make the step, so only the scheduler goes on, in a tenth of the time. `version`: the one that the
-    step goes on from; None: the first one."""
+    step goes on from; None: the first one. `step_and_epoch`: the number of the step, and its epoch; None: in
+    asynchronous jobs."""
 
     epoch_ended: bool = False
     metric: float | None = None
     is_own: bool = True
     version: StepRecord | None = None
+    step_and_epoch: tuple[int, int] | None = None
 
 
 NOTHING_BEFORE = BeforeStep()

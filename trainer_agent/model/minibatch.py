@@ -33,6 +33,7 @@ from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, U
 from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedState, digest
 from trainer_agent.own_loop.changes import notices
+from trainer_agent.own_loop.job_steps import training_at
 from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.metrics import Logged, add, collected
@@ -94,6 +95,7 @@ class MinibatchRunner:
         # loss x records, and what was logged, once the loss is known: before any block is finished
         self.loss_sum = 0.0
         self.logged: dict[str, Logged] = {}  # by the script, in this backward's collate and forward
+        self.step_and_epoch: tuple[int, int] | None = None  # see BeforeStep
         self._gradients: Vector
         self._sink: BlockSink | None = None  # of this backward
         # by block: gradients not made yet; None: not counted in this backward
@@ -170,7 +172,7 @@ class MinibatchRunner:
             batch = self._batch(records) if ready is None else ready.batch.begin(self.logged)
             if self._user.loop is None:  # else it has begun before the script went on to this batch
                 self._unshared.begin(current if self._device.type == "cpu" else None)
-            with self._forward():
+            with self._forward(), training_at(self.step_and_epoch):
                 found = self._guard.call("loss", self._model, batch)
         losses = self._losses.read(found)
         self._unshared.check(self._user)

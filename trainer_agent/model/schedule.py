@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -32,6 +33,17 @@ from trireme_shared.serving.optimizers.own_step import check_scheduler_step
 from trireme_shared.serving.optimizers.several import given, named_in
 
 Guard = Callable[..., Any]
+
+
+class Wanted(NamedTuple):
+    """What a LightningModule says of its scheduler: when it is stepped, "step" or "epoch", and the metric
+    that ReduceLROnPlateau follows."""
+
+    interval: str = "step"
+    monitor: str = ""
+
+
+_wanted: WeakKeyDictionary[Any, Wanted] = WeakKeyDictionary()
 TOO_MANY = "Tried to step "  # torch's words
 MAKE_IT_SO = "make it with total_steps=trireme.total_steps() (with schedule_per epoch: the number of epochs)"
 STEPS_AT_ONCE = 1000  # of a scheduler, until the trainer looks what else is to do
@@ -113,6 +125,23 @@ class Schedule:
             ) from error
 
 
+def want(scheduler: Any, wanted: Wanted) -> None:
+    """From now on a job whose settings say something else is refused."""
+    _wanted[scheduler] = wanted
+
+
+def _check_wanted(scheduler: Any, spec: JobSpec) -> None:
+    """Raises InvalidArgument."""
+    if (wanted := _wanted.get(scheduler)) is None:
+        return
+    name, says, now = "schedule_per", wanted.interval, str(spec.schedule_per)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        name, says, now = "plateau_metric", wanted.monitor, spec.plateau_metric or "not set"
+    if says != now:
+        msg = f"configure_optimizers returned a {type(scheduler).__name__} for {says!r}, and {name} is {now}"
+        raise InvalidArgument(msg, hint=f'set it alike: config = trireme.Config({name}="{says}")')
+
+
 def check_schedulers(scheduler: Any, spec: JobSpec) -> None:
     """Raises InvalidArgument for one that the job's settings do not fit, or whose state trainers cannot
     share."""
@@ -124,6 +153,7 @@ def check_schedulers(scheduler: Any, spec: JobSpec) -> None:
                 hint="return one of torch.optim.lr_scheduler, or a list or dict of them",
             )
         optimizer.check_scaled(each, spec)
+        _check_wanted(each, spec)
         check_scheduler_step(each)
         encode(each.state_dict())
         check_total_steps(each, spec)

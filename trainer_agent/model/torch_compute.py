@@ -40,6 +40,7 @@ from trainer_agent.model.gradient_tree import (
     check_gradients,
 )
 from trainer_agent.model.minibatch import MinibatchRunner
+from trainer_agent.model.pretrained import write_pretrained
 from trainer_agent.model.schedule import Schedule, made_by
 from trainer_agent.model.watch.minibatch_rules import UserCode
 from trainer_agent.model.watch.unshared_state import constants_of
@@ -238,6 +239,7 @@ class TorchCompute:
 
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         self._initial_states = None
+        self.minibatch.step_and_epoch = before.step_and_epoch
         self.minibatch.averaged.version(self._current)
         self.minibatch.freezing.begin_step(before.version)
         self._schedule.before_step(before)
@@ -457,8 +459,8 @@ class TorchCompute:
 
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:
-    """Names (see without_wrappers) and values of `model.state_dict()`; kind -> URL. A retry overwrites with
-    the same bytes."""
+    """Names (see without_wrappers) and values of `model.state_dict()`, and what Hugging Face's libraries save
+    of such a model; kind -> URL. A retry overwrites with the same bytes."""
     state = without_wrappers(model, state_of(model))
     urls = {
         "safetensors": files.join(directory, "model.safetensors"),
@@ -467,4 +469,5 @@ def write_model(model: nn.Module, directory: str) -> dict[str, str]:
     files.write_bytes(urls["safetensors"], save(state, PYTORCH))
     with files.write_atomic(urls["state_dict"]) as file:
         torch.save(state, file)
-    return urls
+    del state  # as large as the model
+    return urls | write_pretrained(model, directory)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from trireme_shared.protocol.errors import InvalidArgument
@@ -40,6 +41,7 @@ class JobSteps:
 
 
 _find: list[Callable[[], JobSteps]] = []
+_place: ContextVar[tuple[int, int] | None] = ContextVar("place_in_training", default=None)
 
 
 @contextmanager
@@ -55,6 +57,23 @@ def telling(find: Callable[[], JobSteps]) -> Iterator[None]:
 def known_steps() -> JobSteps | None:
     """None: nobody tells. It may wait for the count."""
     return _find[-1]() if _find else None
+
+
+@contextmanager
+def training_at(place: tuple[int, int] | None) -> Iterator[None]:
+    """In this block, in this thread, a minibatch of that step and epoch is computed; None: they are not
+    known."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+def place_in_training() -> tuple[int, int] | None:
+    """Step and epoch of the minibatch under way in this thread, counted from 0; None: there is none, or its
+    job is asynchronous."""
+    return _place.get()
 
 
 def steps_per_epoch() -> int:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_agent.own_loop.accelerator import check_no_accelerator
 from trainer_agent.own_loop.changes import check_none_is_left, forget_those_of_others, marks, noted, put_back
 from trainer_agent.own_loop.mixed_precision import Scaling, autocast_here, unscale_for_kernel
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
@@ -86,6 +87,7 @@ class Prepared:
 
 def check_prepared(parts: Prepared) -> None:
     """Raises TypeError, ValueError, InvalidArgument."""
+    check_no_accelerator("the script")
     model: object = parts.model
     optimizer: object = parts.optimizer
     if not isinstance(model, nn.Module):

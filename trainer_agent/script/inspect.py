@@ -28,7 +28,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from trainer_agent.data import Reader, Shard, default_collate, open_dataset
-from trainer_agent.model.compute import Records
+from trainer_agent.model.compute import BeforeStep, Records
 from trainer_agent.own_loop.job_steps import UNCOUNTED, JobSteps, telling
 from trainer_agent.script.user_module import UserModule, load
 from trireme_shared.datasets.dataset_files import files_of
@@ -38,7 +38,7 @@ from trireme_shared.platform.storage import files
 from trireme_shared.platform.storage.compressed import is_compressed
 from trireme_shared.protocol.errors import DatasetError, InvalidArgument, TriremeError, UserCodeError
 from trireme_shared.protocol.evaluations import check_criteria
-from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records import JobSpec, Mode
 from trireme_shared.protocol.records.datasets import Dataset, JsonLines, TFRecord, WebDataset
 from trireme_shared.protocol.records.metric_states import MetricState, Sum
 from trireme_shared.protocol.records.queue import MAX_SUMS_BYTES
@@ -143,7 +143,7 @@ def _try(
         scheduler = scheduler_facts(compute.optimizer, compute.scheduler) | (
             {"counts_steps": True} if asked else {}
         )
-        compute.begin_step()
+        compute.begin_step(BeforeStep(step_and_epoch=(0, 0) if spec.mode is Mode.SYNC else None))
         with _doing("the first minibatch"):
             twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
         if evaluation is not None:

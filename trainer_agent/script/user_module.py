@@ -22,14 +22,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any, cast, get_args
 
 from trainer_agent.data import Blaming, open_dataset
 from trainer_agent.data.loaders import READS_BESIDE, LoaderItems, is_loader, take_over, two_collates
 from trainer_agent.model.buffer_policies import Policy, checked
+from trainer_agent.own_loop.accelerator import check_no_accelerator
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop, Prepared, is_function
+from trainer_agent.script.hub import unreached
+from trainer_agent.script.lightning import PREFIX
 from trireme_shared.datasets.random_state import START_SEED, seeded
 from trireme_shared.datasets.user_modules import enter, give, make
 from trireme_shared.platform.membership.local_script import at_home
@@ -43,6 +46,8 @@ REQUIRED = {
     "loss": "def loss(model, batch): ... returning the mean loss of the minibatch",
     "optimizer": "def optimizer(model): ... returning an optimizer of torch.optim or trireme.optim",
 }
+CALLED = "trireme.lightning"
+DATA = "dataset", "evaluation_dataset"
 OPTIONAL = ("collate", "ids", "scheduler", "evaluation_dataset", "evaluate", "evaluation_metrics", "metrics")
 ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "ids": 1, "scheduler": 1}
 ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "evaluation_metrics": 0, "metrics": 1}
@@ -67,19 +72,26 @@ class UserModule:
 
     loop: OwnLoop | None = None
     _loaders: dict[str, LoaderItems]
+    _names: Mapping[str, str] = MappingProxyType({})  # what its functions are called in the script
     _DATASET = "{hook}() of {path} returned"
 
     def __init__(self, path: Path, module: ModuleType) -> None:
         self.path = path
+        check_no_accelerator(str(path))
         self._hooks: dict[str, Callable[..., Any]] = {}
+        self._names = {name: _name_in(module, name) for name in (*REQUIRED, *OPTIONAL)}
         for name, shape in REQUIRED.items():
-            if getattr(module, name, None) is None:
+            if getattr(module, self._names[name], None) is None:
                 hint = f"add {shape}, or train in a loop of your own with trireme.prepare"
+                if not self._names[name].startswith(PREFIX) and CALLED in path.read_text(errors="replace"):
+                    hint = (
+                        f"call {CALLED} outside of functions and of the `__main__` part: trainers import it"
+                    )
                 raise InvalidArgument(f"{path} has no function {name!r}", hint=hint)
         for name in (*REQUIRED, *OPTIONAL):
-            hook = getattr(module, name, None)
+            hook = getattr(module, self._names[name], None)
             if hook is not None and (name != "ids" or callable(hook)):  # scripts call other things ids
-                takes_objects = name == "evaluate" and hasattr(module, "evaluation_metrics")
+                takes_objects = name == "evaluate" and hasattr(module, self._names["evaluation_metrics"])
                 self._hooks[name] = _checked(path, name, hook, takes_objects=takes_objects)
         if self.has("evaluation_metrics") and not self.has("evaluate"):
             raise InvalidArgument(
@@ -170,7 +182,7 @@ class UserModule:
                 "find by the module's name"
             )
             raise InvalidArgument(msg, hint=f"{self.path.stem!r} is no name of a module: rename the file")
-        return f"{self.path.stem}:{hook}"
+        return f"{self.path.stem}:{self._names.get(hook, hook)}"
 
     def _taken_over(self, found: Any, hook: str) -> Dataset:
         name = self._name_of(found, hook)
@@ -320,6 +332,15 @@ def load(script: str | Path) -> UserModule:
     return UserModule(path, module)
 
 
+def _name_in(module: ModuleType, hook: str) -> str:
+    """What a function is called in the script: trireme.lightning has put its own there. A dataset that it was
+    not given may be the script's."""
+    given = f"{PREFIX}{hook}"
+    if not hasattr(module, f"{PREFIX}model") or hasattr(module, given):
+        return given if hasattr(module, given) else hook
+    return hook if hook in DATA and callable(getattr(module, hook, None)) else given
+
+
 def is_loading(module: ModuleType) -> bool:
     """Whether `load` runs it just now: it is not the script of `python script.py`."""
     return module in _loading
@@ -376,11 +397,12 @@ def _config(path: Path, config: Any) -> dict[str, Any]:
 def _user_code_error(
     error: BaseException, message: str, folder: Path, prefix: str = "", *, fatal: bool = False
 ) -> UserCodeError:
+    told = unreached(error, folder)
     return UserCodeError(
-        f"{prefix}{type(error).__name__}: {message}",
+        f"{prefix}{type(error).__name__}: {told or message}",
         error_type=type(error).__name__,
-        error_message=message,
-        traceback=traceback_of(error, folder),
+        error_message=told or message,
+        traceback="" if told else traceback_of(error, folder),
         fatal=fatal,
     )
 
