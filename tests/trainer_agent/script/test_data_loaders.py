@@ -240,6 +240,9 @@ def test_the_check_tells_what_the_loader_decides_and_what_is_not_used(tmp_path, 
     assert "the DataLoader of loader_told:dataset decides global_batch_size = 8, shuffle = False" in told
     assert "global_batch_size = 4 was given, and wins over 8" in told
     assert "not used: num_workers=2, pin_memory=True; a trainer reads its next records in threads" in told
+    assert inspect_script(str(path), check=True, settings=["global_batch_size=4", "lanes=2"]) == 0
+    told = json.loads(capsys.readouterr().out)["notice"]
+    assert "loader_told.py: in a job with 2 lanes, loss and BatchNorm see minibatches of 2 records" in told
 
 
 def test_the_check_refuses_as_usage_what_a_job_cannot_keep(tmp_path, capsys):
