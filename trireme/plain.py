@@ -110,11 +110,8 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     """
     script = sys.modules[module]
     if is_loading(script):
-        msg = (
-            f"{module} calls trireme.train when it is imported; put the call under `if __name__ == "
-            '"__main__":`'
-        )
-        raise RuntimeError(msg)
+        where = 'under `if __name__ == "__main__":`'
+        raise RuntimeError(f"{module} calls trireme.train when it is imported; put the call {where}")
     options = _parser().parse_args(arguments)
     allow_open_files()
     try:
@@ -141,6 +138,8 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
                 print(f"best {result.best.metric} {result.best.value:.6g} at step {result.best.step}")  # noqa: T201
                 for path in _write_best(result, files.join(options.export, "best")):
                     print(path)  # noqa: T201
+        else:
+            say("the model is not kept; --export FOLDER writes it")
         show_chart(LOSS, result.curve)
     except ScriptError as error:
         print(without_passwords("\n".join(failure_lines(error.failure))), file=sys.stderr)  # noqa: T201

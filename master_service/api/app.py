@@ -16,6 +16,7 @@ from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
 
 from master_service.api import problems
+from master_service.api.logins import LoginCodes
 from master_service.api.middleware import (
     Bounded,
     EveryMethod,
@@ -102,6 +103,7 @@ def make_api(jobs: JobsLed, logs_of: LogSource | None = None) -> FastAPI:
 def serve_from(app: FastAPI, jobs: JobsLed, logs_of: LogSource) -> None:
     """Its routes ask these from now on."""
     app.state.jobs, app.state.logs, app.state.streams = jobs, logs_of, Streams()
+    app.state.logins = LoginCodes()
     app.state.rendered_jobs, app.state.rendered_pool = RenderedJobs(listed_view), RenderedPool()
 
 

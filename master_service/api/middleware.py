@@ -39,6 +39,7 @@ from trireme_shared.protocol.urls import without_passwords
 HEALTH = frozenset({"/healthz", "/readyz"})
 PAGES = frozenset({"/", "/about", "/docs", "/openapi.json"})  # the same for everybody, nothing of a job
 FILES_OF_PAGES = ("/docs/", "/dashboard/")
+LOGIN_CODES, LOGINS = "/v1/login-codes", "/v1/logins"
 OF_MEMBERS = frozenset({"task-leases", "metric-batches"})  # resources below a job that members write
 OF_ONE_MEMBER = frozenset({"suspect", "failures"})  # members/{member_id}/...
 FAILED = HTTPStatus.BAD_REQUEST  # the first status of those that tell of a failure
@@ -53,14 +54,21 @@ def role_needed(method: str, path: str) -> Role | None:
     """The role that a path, or a path template, needs. A route that is not named here needs an admin. None:
     no token is needed.
 
-    GET, HEAD, OPTIONS ─► viewer
+    GET, HEAD, OPTIONS; a login code, which gives what the token gives ─► viewer
+    a login by such a code ─► none
     what trainers report and ask for ─► member
     everything else, also what does not exist ─► admin
     """
     if method in READING:
         is_open = path in HEALTH or path in PAGES or path.startswith(FILES_OF_PAGES)
         return None if is_open else Role.VIEWER
-    return Role.MEMBER if method == "POST" and _is_of_members(path) else Role.ADMIN
+    if method != "POST":
+        return Role.ADMIN
+    if path == LOGINS:
+        return None
+    if path == LOGIN_CODES:
+        return Role.VIEWER
+    return Role.MEMBER if _is_of_members(path) else Role.ADMIN
 
 
 def _is_of_members(path: str) -> bool:
@@ -99,6 +107,8 @@ class Guarded:
                 more["WWW-Authenticate"] = CHALLENGE
             await problem_response(problem_of(error, request_id), more)(scope, receive, send)
             return
+        if needed is None:  # nobody vouches for its body, and no such route has one
+            receive = replayed(b"", receive)
         scope.setdefault("state", {})["caller"] = caller
         status = 200
 
@@ -109,7 +119,7 @@ class Guarded:
                 if status < FAILED and needed is Role.ADMIN:
                     log.info("request_done", status=status, **_about(scope, caller))
             elif status >= FAILED:
-                self._note_failure(message.get("body", b""), status, _about(scope, caller))
+                self._note_failure(message.get("body", b""), status, _about(scope, caller), needed)
                 status = 200  # once
             await send(message)
 
@@ -119,7 +129,7 @@ class Guarded:
         finally:
             CALLER.reset(token)
 
-    def _note_failure(self, body: bytes, status: int, about: dict[str, str]) -> None:
+    def _note_failure(self, body: bytes, status: int, about: dict[str, str], needed: Role | None) -> None:
         try:
             problem = Problem.model_validate_json(body)
         except ValidationError:  # of a HEAD, say
@@ -127,7 +137,7 @@ class Guarded:
             return
         tell = log.warning if status >= HTTPStatus.INTERNAL_SERVER_ERROR else log.info
         count = 1
-        if problem.code in PASSING:
+        if problem.code in PASSING or needed is None:  # without a token anybody can cause any number
             tally = self._passing[problem.code]
             tally.add()
             count = tally.due(PASSING_S)
@@ -168,7 +178,7 @@ FORWARD_HEADER, FORWARD_WANTED = b"trireme-forward", b"leader"
 MOST_FORWARDED = 256  # at once
 SILENT_S = 60.0  # streams send something every 10 s, and other requests wait at most 30 s
 CHUNK_BYTES = 1 << 16
-ANSWERED_HERE = ("/v1/version", "/v1/access")  # every master answers these alike
+ANSWERED_HERE = ("/v1/version", "/v1/access", LOGIN_CODES, LOGINS)  # every master answers these alike
 PASSED_ON = frozenset(
     {"authorization", "accept", "content-type", "idempotency-key", "if-match", "if-none-match",
      "last-event-id", "x-request-id"}

@@ -93,6 +93,14 @@ async def in_a_cluster(session: Session) -> None:
     await nothing_is_injected(page)
     await session.log_in("wrong")
     await page.until(says("This token is unknown or has expired."))
+    link = trireme.run("dashboard", "--print").stdout.strip()
+    assert re.fullmatch(rf"{found.url}/#/login/trireme_login_[\w-]+/", link), link
+    await page.goto(link)
+    await page.until(says("No jobs."))
+    assert await page.js("location.hash") == "#/", "the code has left the address"
+    await session.press("Forget token")
+    await page.goto(link)
+    await page.until(says("This link was used already, is older than two minutes, or its master has ended."))
     await session.log_in(found.token)
     await page.until(says("No jobs."))
 

@@ -82,7 +82,7 @@ def test_an_error_in_the_evaluation_is_told_before_training_and_not_after_it(tmp
     assert done.returncode == 1
     assert done.stderr.splitlines()[-2:] == [
         "KeyError: 'none'",
-        "in the first minibatch of the evaluation",
+        "in the first minibatch of the evaluation, where batch = {'x': float32 (1, 3)}",
     ]
     assert "epoch" not in done.stderr
 

@@ -239,5 +239,6 @@ def _unused(loader: DataLoader[Any]) -> tuple[str, ...]:
 def two_collates(what: str) -> InvalidArgument:
     return InvalidArgument(
         f"the script has a collate, and {what} is a DataLoader with a collate_fn: a minibatch is made by one",
-        hint="leave one of the two out",
+        hint="give the function of the DataLoader another name than collate, which is used by itself, or "
+        "return its dataset alone",
     )

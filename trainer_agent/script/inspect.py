@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 USAGE, USER_CODE = 2, 1
 COMPARED_FILES = 32
+TOLD = 8  # parts of a batch
+SMALLER = (
+    "{script}: in a job with {lanes} lanes, loss and BatchNorm see minibatches of {size} records "
+    "(global_batch_size / lanes); a loss over pairs within the whole batch needs lanes = 1"
+)
 
 
 def inspect_script(script: str, *, check: bool, settings: list[str]) -> int:
@@ -144,16 +150,20 @@ def _try(
             {"counts_steps": True} if asked else {}
         )
         compute.begin_step(BeforeStep(step_and_epoch=(0, 0) if spec.mode is Mode.SYNC else None))
-        with _doing("the first minibatch"):
+        with _doing("the first minibatch", user, minibatch):
             twice.minibatch(lambda: asyncio.run(_with_rows(compute, lambda: _gradient(compute, minibatch))))
         if evaluation is not None:
             held_out = first_records(evaluation, size, spec.seed, named=named)
-            with _doing("the first minibatch of the evaluation"):
+            with _doing("the first minibatch of the evaluation", user, held_out):
                 sums = asyncio.run(_with_rows(compute, lambda: compute.evaluate(held_out)))
                 twice.notices += kept_values(user.path.name, sums, len(held_out))
+                if user.has("evaluate") and not user.has("metrics"):
+                    twice.notices += summed_means(user.path.name, sums)
                 metrics = asyncio.run(compute.metrics(sums))
             check_criteria(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer), compute.plan.policies)
+    if getattr(dataset, "loader", False) and size < spec.global_batch_size:
+        twice.notices.append(SMALLER.format(script=user.path.name, lanes=spec.lanes, size=size))
     notice = "\n".join(filter(None, (compute.started.sentence, rates_sentence(spec), *twice.notices)))
     layout = compute.layout
     tables = [table.model_dump(mode="json") for table in layout.tables]
@@ -179,6 +189,24 @@ def kept_values(script: str, sums: Mapping[str, Sum], records: int) -> list[str]
                 "of trireme.metrics.AUC, or of one with thresholds=, does not grow with them"
             )
     return told
+
+
+def summed_means(script: str, sums: Mapping[str, Sum]) -> list[str]:
+    """What the user should know of results that will be sums over minibatches. `sums`: of one minibatch; what
+    counts something is a whole number."""
+    found = [
+        f"{name} = {value:.4g}"
+        for name, value in sums.items()
+        if isinstance(value, int | float) and not float(value).is_integer()
+    ]
+    if not found:
+        return []
+    told = (
+        f"{script}: evaluate returns {', '.join(found)} for a minibatch, and without metrics(sums) the "
+        "result is the sum over all minibatches; for a mean over records, return sums and the number of "
+        "records from evaluate, and divide them in metrics(sums)"
+    )
+    return [told]
 
 
 class NoBlocks:
@@ -208,12 +236,31 @@ async def _with_rows(compute: TorchCompute, work: Callable[[], Awaitable[T]]) ->
 
 
 @contextlib.contextmanager
-def _doing(task: str) -> Iterator[None]:
+def _doing(task: str, user: UserModule, records: Records) -> Iterator[None]:
+    """An error of the script says what the batch was that it got."""
     try:
         yield
     except UserCodeError as error:
-        error.details["task"] = task
+        batch = ""
+        with contextlib.suppress(Exception):  # that was the error, or it cannot be told
+            if not user.has("collate"):  # else the script has made it
+                batch = f", where batch = {shape_of(default_collate(records))}"
+        error.details["task"] = task + batch
         raise
+
+
+def shape_of(value: Any, depth: int = 3) -> str:
+    """What a batch consists of, in a line: `{'x': float32 (32, 2), 'y': int64 (32,)}`."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    inner = depth - 1
+    more = ", ..." if isinstance(value, Mapping | list | tuple) and len(value) > TOLD else ""
+    if isinstance(value, Mapping) and depth:
+        parts = (f"{name!r}: {shape_of(each, inner)}" for name, each in islice(value.items(), TOLD))
+        return f"{{{', '.join(parts)}{more}}}"
+    if isinstance(value, list | tuple) and depth:
+        return f"({', '.join(shape_of(each, inner) for each in value[:TOLD])}{more})"
+    return type(value).__name__
 
 
 def _spec(

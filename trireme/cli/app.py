@@ -77,6 +77,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # lines of a docstring are joined
 )
 chaos = typer.Typer(
     help="Kill processes of a running local job and see how it recovers.", no_args_is_help=True

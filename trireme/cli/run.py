@@ -372,7 +372,8 @@ async def _run_to_the_end(
     if not cluster.masterless:
         token = folder / "tokens" / "admin"
         screen.event(
-            f"in a browser: {cluster.url}" + (f", with the token in {token}" if token.exists() else "")
+            f"in a browser: {cluster.url}"
+            + (f", with the token in {token}, or by `trireme dashboard`" if token.exists() else "")
         )
     report = partial(
         reporter.run, lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s

@@ -53,6 +53,8 @@ from trireme_shared.protocol.rest import (
     EventPage,
     JobPage,
     JobView,
+    Login,
+    LoginCode,
     LogLine,
     LogLines,
     LogPage,
@@ -515,6 +517,15 @@ class AsyncClient:
     async def get_access(self) -> TokenAccess:
         """What the token of this client may do."""
         return await self._send(get(path_of("access"), TokenAccess))
+
+    async def create_login_code(self, *, key: str = "") -> LoginCode:
+        """A code that a browser exchanges for the token of this client, once, at the master that made it:
+        `http://HOST:PORT/#/login/CODE`."""
+        return await self._send(post(path_of("login-codes"), LoginCode, key))
+
+    async def create_login(self, *, key: str = "") -> Login:
+        """The token for a login code, which this client was made with in the place of a token."""
+        return await self._send(post(path_of("logins"), Login, key))
 
     async def get_version(self) -> Version:
         return await self._send(get(path_of("version"), Version))

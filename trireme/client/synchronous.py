@@ -49,6 +49,8 @@ from trireme_shared.protocol.rest import (
     EventPage,
     JobPage,
     JobView,
+    Login,
+    LoginCode,
     LogLine,
     LogLines,
     LogPage,
@@ -495,6 +497,15 @@ class Client:
     def get_access(self) -> TokenAccess:
         """What the token of this client may do."""
         return self._send(get(path_of("access"), TokenAccess))
+
+    def create_login_code(self, *, key: str = "") -> LoginCode:
+        """A code that a browser exchanges for the token of this client, once, at the master that made it:
+        `http://HOST:PORT/#/login/CODE`."""
+        return self._send(post(path_of("login-codes"), LoginCode, key))
+
+    def create_login(self, *, key: str = "") -> Login:
+        """The token for a login code, which this client was made with in the place of a token."""
+        return self._send(post(path_of("logins"), Login, key))
 
     def get_version(self) -> Version:
         return self._send(get(path_of("version"), Version))

@@ -457,6 +457,8 @@ def _about_a_job() -> Iterator[BaseModel]:
         places={__version__: 4},
     )
     yield of_job.TokenAccess(role="viewer")
+    yield of_job.LoginCode(code="trireme_login_9f2c", valid_s=120.0)
+    yield of_job.Login(token="trireme_viewer_52b3")  # noqa: S106  an example
     yield of_job.Health(status="ok")
 
 

@@ -185,7 +185,7 @@ def _problems(method: str, path: str, operation: Json) -> None:
 def _statuses(method: str, path: str, operation: Json) -> set[int]:
     """Of the problems that the operation may answer."""
     if role_needed(method, path) is None:
-        return {422, 503}
+        return {422, 503} if method == "GET" else {401, 403, 421, 422, 500, 503}
     found = {400, 401, 403, 421, 422, 500, 503, 504}
     if "{" in path:
         found.add(404)

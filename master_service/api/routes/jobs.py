@@ -425,6 +425,7 @@ def resting_view(
             records_total=known.records_total,
         ),
         metrics=known.metrics,
+        failure=known.failure,
         members=_places_of(state, found) if active else _wanted_by(found),
         master=leader,
         script=spec.script,

@@ -1,4 +1,4 @@
-"""Version, metrics and health, for monitoring.
+"""Version, logins of browsers, metrics and health.
 
 Prometheus metrics are made from the jobs at each scrape: nothing is counted twice, nothing is kept from one
 term to the next. Their names: `trireme_`, base units at the end, `_total` for what only grows; no rates
@@ -15,19 +15,24 @@ from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from master_service.api.logins import VALID_S, LoginCodes
 from master_service.api.routes.dependencies import JobsOf
 from master_service.cluster.leader import ClusterMaster, JobsLed
 from master_service.core.state.cluster import ClusterState, Place
 from master_service.leadership.master import Master, Term
 from trireme_shared import __version__
+from trireme_shared.platform.runtime import clock, telemetry
+from trireme_shared.platform.security.access import CALLER, bearer_in
 from trireme_shared.platform.security.tokens import Role
 from trireme_shared.protocol.errors import TriremeError
 from trireme_shared.protocol.records.cluster import Standing
 from trireme_shared.protocol.records.state_schema import SCHEMA
-from trireme_shared.protocol.rest import Health, TokenAccess, Version
+from trireme_shared.protocol.rest import Health, Login, LoginCode, TokenAccess, Version
 
 router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])
+
+log = telemetry.logger("logins")
 
 
 @router.get("/v1/version", operation_id="getVersion")
@@ -54,6 +59,27 @@ async def get_access(request: Request) -> TokenAccess:
     """What the token of this request may do. A standby answers too."""
     caller = getattr(request.state, "caller", None)
     return TokenAccess(role=caller.role if caller is not None else Role.ADMIN)
+
+
+@router.post("/v1/login-codes", operation_id="createLoginCode")
+async def create_login_code(request: Request) -> LoginCode:
+    """A code that a browser exchanges for the token of this request within `valid_s` seconds, once. It is a
+    secret until then. A standby answers too. No Idempotency-Key: each request makes another code."""
+    logins: LoginCodes = request.app.state.logins
+    code = logins.create(bearer_in(request.headers.get("Authorization", "")), clock.monotonic())
+    log.info("login_code_made", caller=str(CALLER.get() or ""))
+    return LoginCode(code=code, valid_s=VALID_S)
+
+
+@open_router.post("/v1/logins", operation_id="createLogin")
+async def create_login(request: Request) -> Login:
+    """The token that a code was made with. The code is the bearer token of this request, which needs no other
+    one and has no body. It is refused from then on, and by every process but that which made it. A standby
+    answers too."""
+    logins: LoginCodes = request.app.state.logins
+    token = logins.use(bearer_in(request.headers.get("Authorization", "")), clock.monotonic())
+    log.info("login_code_used", peer=request.client.host if request.client else "")
+    return Login(token=token)
 
 
 @router.get("/metrics", operation_id="scrapeMetrics", response_class=Response)

@@ -101,8 +101,8 @@ class MasterView(Record):
 
 class JobView(Record):
     """One job: where it is, how far it is, who works for it, and what it was asked to do. In a list, what
-    only getJob tells is null: `stage`, `generation`, `failure`, `evaluation`, `losses`, `result`,
-    `settings`, `history`."""
+    only getJob tells is null: `stage`, `generation`, `evaluation`, `losses`, `result`, `settings`,
+    `history`; `failure` has no traceback there."""
 
     job: str
     state: str = Field(
@@ -126,7 +126,9 @@ class JobView(Record):
         default=None, description="Number of the membership; it grows at every join and death."
     )
     failure: UserFailure | None = Field(
-        default=None, description="The exception that ended the job, or the last one; null: there was none."
+        default=None,
+        description="The exception that ended the job, or the last one; null: there was none. A list has the "
+        "first 200 characters of its message.",
     )
     progress: JobProgress = Field(
         description="How far training is; `records_total` is 0 while nobody knows it."
@@ -464,6 +466,21 @@ class TokenAccess(Record):
 
     role: str = Field(
         description="admin, member or viewer; admin where the service was started without tokens."
+    )
+
+
+class LoginCode(Record):
+    """A code that a browser exchanges for the token of the request, once."""
+
+    code: str = Field(description="Part of an address of the dashboard: `/#/login/CODE`.")
+    valid_s: float = Field(description="It is refused so many seconds later.")
+
+
+class Login(Record):
+    """What a login code was exchanged for."""
+
+    token: str = Field(
+        description="The token that the code was made with; empty where the service asks for none."
     )
 
 

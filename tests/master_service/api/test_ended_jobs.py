@@ -17,7 +17,7 @@ from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.control.test_series import Files
 from tests.master_service.many_jobs import Jobs, job_of
 from trireme_shared.protocol.evaluations import Evaluation, EvaluationStatus
-from trireme_shared.protocol.records import MetricBatch, StepMetrics
+from trireme_shared.protocol.records import MetricBatch, StepMetrics, UserFailure
 from trireme_shared.protocol.records.cluster import Standing
 
 CHECKPOINT = "c" * 32
@@ -98,6 +98,38 @@ def test_a_job_that_has_ended_still_shows_its_metrics_and_evaluations() -> None:
             assert [each["number"] for each in rest.json()["evaluations"]] == [1]
             assert rest.json()["next_page_token"] == ""
             check_problem(await client.get("/v1/jobs/b/evaluations"), 404, "NOT_FOUND")
+
+    run_virtually(main)
+
+
+def test_a_list_tells_what_a_job_failed_with_and_the_job_has_the_traceback() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=8)
+        failure = UserFailure(
+            error_type="ValueError", message="m" * 300, traceback="Traceback ...", trainer="t0-1", fatal=True
+        )
+        async with jobs.leading() as leader, client_of(leader) as client:
+
+            async def listed() -> Any:
+                [job] = (await client.get("/v1/jobs")).json()["jobs"]
+                return job["failure"]
+
+            await leader.create_job(job_of("a"), None)
+            assert await listed() is None
+            async with jobs.pool(1, 1):
+                await until(lambda: leader.state.job("a").standing is Standing.ACTIVE, "the job to start")
+                await until(
+                    lambda: "a" in leader.term.jobs and leader.term.jobs["a"].master.current_term, "its term"
+                )
+                await asyncio.sleep(0.1)
+                await leader.find("a").report_failure("t0-1", failure)
+                await until(lambda: leader.state.job("a").standing is Standing.FAILED, "the job to end")
+                await until(lambda: not leader.term.jobs, "its term to end")
+            found = await listed()
+            assert (found["error_type"], found["message"]) == ("ValueError", "m" * 200 + " …")
+            assert found["traceback"] == ""
+            whole = (await client.get("/v1/jobs/a")).json()["failure"]
+            assert (whole["message"], whole["traceback"]) == ("m" * 300, "Traceback ...")
 
     run_virtually(main)
 

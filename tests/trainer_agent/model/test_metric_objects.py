@@ -16,7 +16,7 @@ import torchmetrics
 from torchmetrics import classification, regression, retrieval, text, wrappers
 
 from trainer_agent.model.metric_objects import MetricObjects
-from trainer_agent.script.inspect import kept_values
+from trainer_agent.script.inspect import kept_values, summed_means
 from trainer_agent.script.user_module import UserModule
 from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
 from trireme_shared.protocol.records import EvaluationSums
@@ -235,3 +235,11 @@ def test_the_check_before_training_tells_how_many_records_a_metric_can_keep(tmp_
     by_thresholds = objects_of(lambda: {"auc": classification.BinaryAUROC(thresholds=9)}, tmp_path)
     by_thresholds.begin()
     assert kept_values("digits.py", by_thresholds.beside({}), RECORDS) == []
+
+
+def test_a_mean_that_evaluate_returns_is_told_where_nothing_divides() -> None:
+    (told,) = summed_means("mine.py", {"recall": 0.25, "right": 3.0, "records": 12})
+    assert told.startswith(
+        "mine.py: evaluate returns recall = 0.25 for a minibatch, and without metrics(sums)"
+    )
+    assert summed_means("mine.py", {"right": 3.0, "records": 12}) == []

@@ -243,6 +243,9 @@ def test_the_check_tells_what_the_loader_decides_and_what_is_not_used(tmp_path, 
     )
     assert "global_batch_size = 4 was given, and wins over 8" in told
     assert "not used: pin_memory=True; they decide only how fast records are read" in told
+    assert inspect_script(str(path), check=True, settings=["global_batch_size=4", "lanes=2"]) == 0
+    told = json.loads(capsys.readouterr().out)["notice"]
+    assert "loader_told.py: in a job with 2 lanes, loss and BatchNorm see minibatches of 2 records" in told
 
 
 def test_the_check_refuses_as_usage_what_a_job_cannot_keep(tmp_path, capsys):

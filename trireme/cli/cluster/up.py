@@ -141,7 +141,7 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
             if pool.settings.tokens is not None:
                 file = pool.settings.tokens.file(Role.ADMIN)
                 where += f" TRIREME_TOKEN_FILE={file}"
-                screen.event(f"in a browser: {url}, with the token in {file}")
+                screen.event(f"in a browser: {url}, with the token in {file}, or by `trireme dashboard`")
             screen.event(f"elsewhere: {where}")
             publish = partial(
                 pool.publish, lambda url: cluster_folder.publish(pool.folder, url, pool.etcd_access)

@@ -20,6 +20,23 @@ def register(app: typer.Typer) -> None:
     app.command("list", rich_help_panel=WATCH)(list_runs)
     app.command("tensorboard", rich_help_panel=WATCH)(tensorboard)
     app.command("track", rich_help_panel=WATCH)(track)
+    app.command("dashboard", rich_help_panel=WATCH)(dashboard)
+
+
+def dashboard(
+    named: Named = None,
+    print_only: Annotated[
+        bool,
+        typer.Option("--print", help="Print the address, for a browser elsewhere. It is good once."),
+    ] = False,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Open the dashboard of what runs here, or of one job, in a browser that is logged in."""
+    from trireme.cli.dashboard import open_dashboard  # noqa: PLC0415
+
+    raise typer.Exit(open_dashboard(named, data_dir, url, print_only=print_only, as_json=as_json))
 
 
 def logs(

@@ -5,8 +5,9 @@ const REPEAT_MS = 1_000;
 const REPEATED_FOR_MS = 30_000;
 const SILENT_MS = 30_000; // a stream sends something every 10 s
 
-/** `state`: connecting, connected, lost. `since`: of that state. `asks`: the master asks for a token, and why. `role`: of the token. */
-export const connection = $state({ state: "connecting", since: Date.now(), reason: "", asks: "", role: "", version: "" });
+/** `state`: connecting, connected, lost. `since`: of that state. `asks`: the master asks for a token, and why. `enters`: a login code is
+ * being exchanged. `role`: of the token. */
+export const connection = $state({ state: "connecting", since: Date.now(), reason: "", asks: "", enters: false, role: "", version: "" });
 
 /** An answer that is no success: RFC 9457 problem details. */
 export class Problem extends Error {
@@ -22,6 +23,41 @@ export const token = () => sessionStorage.getItem(TOKEN) ?? "";
 export function useToken(given) {
   sessionStorage.setItem(TOKEN, given);
   connection.asks = "";
+}
+
+const LOGIN = /^#\/login\/([^/]+)(\/.*)?$/;
+
+/** What an address names without the login code in it, `#/login/CODE/jobs/NAME`, which `trireme dashboard` opens: the code leaves the
+ * address at once and is exchanged for a token, once. */
+export function entered(hash) {
+  const found = LOGIN.exec(hash);
+  if (!found) return hash;
+  const rest = `#${found[2] ?? "/"}`;
+  history.replaceState(null, "", rest);
+  connection.enters = true;
+  void exchange(found[1]);
+  return rest;
+}
+
+async function exchange(code) {
+  const until = Date.now() + REPEATED_FOR_MS;
+  for (;;) {
+    try {
+      const headers = new Headers({ Accept: "application/json", Authorization: `Bearer ${code}` });
+      const answer = await open("POST", "v1/logins", {}, { headers, signal: limited(undefined, TIMEOUT_MS) });
+      const { token: given } = await answer.json();
+      if (given) useToken(given);
+      break;
+    } catch (error) {
+      if (!(error instanceof Problem) && Date.now() < until) await sleep(REPEAT_MS); // nobody has used the code yet
+      else {
+        const over = error.status === 401;
+        if (!token()) connection.asks = over ? "This link was used already, is older than two minutes, or its master has ended." : error.message;
+        break;
+      }
+    }
+  }
+  connection.enters = false;
 }
 
 export function forgetToken() {

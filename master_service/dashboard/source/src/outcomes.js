@@ -1,9 +1,8 @@
 // What became of jobs: step and loss from their stored metrics, and how long they took.
 import { get, jobPath, list, Problem } from "./api.svelte.js";
 
-const KEPT = 1000;
 const TAIL = 100; // an asynchronous job's last loss: the mean over so many minibatches
-const known = new Map(); // "job version" -> outcome: an ended job changes only with its version
+const FAILURE = 120; // characters of an exception that a list shows
 
 /** What a job's stored metrics tell of its end: {step, about, loss, of, epoch}, as far as they do. */
 export async function storedEnd(name, signal) {
@@ -26,20 +25,14 @@ async function pointsOf(path, query, signal) {
   }
 }
 
-/** Of an ended job of a list: {loss, of, metrics, best, failure}; asked for once. */
-export async function outcomeOf(job, signal) {
-  const key = `${job.job} ${job.version}`;
-  if (known.has(key)) return known.get(key);
-  const whole = await get(jobPath(job.job), {}, signal);
-  const { loss, of } = await storedEnd(job.job, signal).catch((error) => {
-    if (error instanceof Problem && !error.retryable) return {}; // its storage is gone or cannot be read
-    throw error;
-  });
-  const found = { loss, of, metrics: whole.result?.metrics ?? {}, best: whole.result?.best, failure: whole.failure };
-  known.set(key, found);
-  if (known.size > KEPT) known.delete(known.keys().next().value);
-  return found;
+/** What the loss of a job in a list is a mean of. */
+export function ofWhat({ progress, end_time }) {
+  if (progress.loss == null) return undefined;
+  return end_time ? `of epoch ${Math.min(progress.epoch + 1, progress.epochs)}` : "of the epoch under way";
 }
+
+/** An exception of the script, in a line. */
+export const whatFailed = ({ error_type, message }) => `${error_type}: ${message.slice(0, FAILURE)}`;
 
 /** Seconds from its last start to its end; undefined: it has not ended, or never started. */
 export const tookSeconds = (job) =>

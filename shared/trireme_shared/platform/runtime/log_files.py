@@ -24,7 +24,7 @@ BLOCK_BYTES = 64 << 10
 SCAN_BYTES = 64 << 20  # of one file, at most: to find where a time begins
 NEWS_BYTES = 1 << 20  # of one file at once
 PAUSE_LINES = 50
-_TOKEN = re.compile(r"trireme_(admin|member|viewer)_[A-Za-z0-9_-]{20,}")
+_TOKEN = re.compile(r"trireme_(admin|member|viewer|login)_[A-Za-z0-9_-]{20,}")
 
 
 @dataclass(frozen=True, slots=True)

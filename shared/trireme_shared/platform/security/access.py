@@ -138,8 +138,7 @@ class Access:
             return None
         if not self.tokens.required:
             return Caller(Role.ADMIN, address=asked.peer)
-        given = asked.authorization
-        token = given[len(BEARER) :].strip() if given[: len(BEARER)].lower() == BEARER else ""
+        token = bearer_in(asked.authorization)
         found = self.tokens.find(token) if token else None
         if found is None:
             what = "a bearer token that is unknown or has expired" if token else "no bearer token"
@@ -171,6 +170,12 @@ def _check_page(asked: Asked) -> None:
             f"a body of type {asked.content_type[:80]} is what forms of web pages send; send application/json"
         )
         raise UnsupportedMediaType(msg)
+
+
+def bearer_in(authorization: str) -> str:
+    """The token of such a header; "": there is none."""
+    is_bearer = authorization[: len(BEARER)].lower() == BEARER
+    return authorization[len(BEARER) :].strip() if is_bearer else ""
 
 
 def host_in(header: str) -> str:

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from trireme_shared.protocol.records.job_spec import JobSpec
 from trireme_shared.protocol.records.record import Id, Message, Name, Record
+from trireme_shared.protocol.records.tasks import UserFailure
 from trireme_shared.protocol.times import instant
 
 SOURCE_BYTES = 512 << 10
@@ -159,8 +160,9 @@ class Outcome(Record):
     loss: float | None = None
     records_done: int = 0
     records_total: int = 0
-    #: As in JobView.
+    #: As a list of jobs has them.
     metrics: dict[str, float] = Field(default_factory=dict)
+    failure: UserFailure | None = None
 
 
 class ClusterJob(Record):

@@ -19,6 +19,7 @@ from trireme_shared.protocol.records.record import Id, Int64, Message, Name, Rec
 from trireme_shared.protocol.records.step import LanePosition
 
 WAITS_FOR_CHARACTERS = 300
+LISTED_CHARACTERS = 200  # of an exception's message in a list of jobs
 MOST_WARNINGS = 8  # of a report
 
 
@@ -35,6 +36,12 @@ class UserFailure(Record):
     fatal: bool = Field(
         default=False, description="It ends the job at once, whatever failures the job may still have."
     )
+
+    def in_list(self) -> UserFailure:
+        """As lists of jobs have it: without the traceback, and with the beginning of the message."""
+        whole = len(self.message) <= LISTED_CHARACTERS
+        message = self.message if whole else f"{self.message[:LISTED_CHARACTERS]} …"
+        return self.with_fields(message=message, traceback="")
 
 
 class TaskKind(StrEnum):
