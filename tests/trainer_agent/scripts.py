@@ -4,7 +4,7 @@ for bit."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,11 @@ def table_of(spec: JobSpec) -> FileTable:
     return TaskSizes.of(spec).table((TableFile("x.npy", RECORDS),))
 
 
-def lane_batches(script: Path, spec: JobSpec) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Of each step: the minibatches of its lanes, without those that have no records."""
+def lane_batches(
+    script: Path, spec: JobSpec, drawn: Callable[[int, int], int] = lambda _, number: number
+) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Of each step: the minibatches of its lanes, without those that have no records. `drawn(epoch, number)`:
+    the place of a record, where records are drawn by weight."""
     x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
     table = table_of(spec)
     lanes = Streams(TaskKind.TRAIN, table, spec.lanes, spec.seed, spec.shuffle, spec.minibatch_size)
@@ -147,9 +150,10 @@ def lane_batches(script: Path, spec: JobSpec) -> Iterator[list[dict[str, torch.T
             first, count = table.locate(task).first, table.locate(task).count
             for number in range(minibatches_in(count, spec.minibatch_size)):
                 chosen = minibatch_indices(
-                    spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=True
+                    spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=spec.shuffle
                 )
-                streams[position % spec.lanes].append(first + chosen)
+                places = [drawn(epoch, int(first + record)) for record in chosen]
+                streams[position % spec.lanes].append(np.array(places))
         for number in range(max(map(len, streams))):
             rows = [stream[number] for stream in streams if number < len(stream)]
             yield [{"x": torch.from_numpy(x[each]), "y": torch.from_numpy(y[each])} for each in rows]

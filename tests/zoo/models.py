@@ -22,11 +22,16 @@ def of_classes(numbers: np.random.Generator) -> Records:
 
 
 def graphs(numbers: np.random.Generator) -> Records:
-    """Of six nodes: three numbers and a row of the adjacency matrix for each. The class: whether more than
-    half of the edges are there."""
+    """Of three to six nodes: three numbers and a row of the adjacency matrix for each; rows of nodes that are
+    not there are NaN. The class: whether more than half of the edges are there."""
+    sizes = numbers.integers(3, 7, (RECORDS, 1, 1))
+    there = np.arange(6).reshape(1, 6, 1) < sizes
     edges = np.triu(numbers.random((RECORDS, 6, 6)) < numbers.random((RECORDS, 1, 1)), 1)
+    edges &= there & there.transpose(0, 2, 1)
     x = np.concatenate([numbers.standard_normal((RECORDS, 6, 3)), edges + edges.transpose(0, 2, 1)], axis=2)
-    return x.astype(np.float32), (edges.sum((1, 2)) > 7).astype(np.int64)
+    most = (sizes * (sizes - 1) / 2)[:, 0, 0]
+    x = np.where(there, x, np.nan).astype(np.float32)
+    return x, (edges.sum((1, 2)) > most / 2).astype(np.int64)
 
 
 def points(numbers: np.random.Generator) -> Records:
@@ -37,17 +42,20 @@ def points(numbers: np.random.Generator) -> Records:
 
 @dataclass(frozen=True)
 class Model:
-    """`script`: all but head and dataset. `plain`: what plain PyTorch has in place of parts of it, and
-    `beside`: what it has beside it, such as a `step(model, optimizers, batch)` of its own. `falls`: what
-    `measured(model, batch)`, else the loss, is divided by at least in ten epochs with four lanes. `killed`:
-    the strategies with which real processes are killed in every run of the tests; with the others only in the
-    soak."""
+    """An entry of ZOO, from which all follows: plain PyTorch's bits with one lane, learning with four, killed
+    processes, both strategies."""
 
+    #: All but the head, and the dataset if it is arrays.
     script: str
+    #: Learning is sensible if ten epochs with four lanes divide the script's `measured(model, batch)`, else
+    #: the loss of all records, by this at least.
     falls: float
+    #: What plain PyTorch has in place of parts of the script.
     plain: Mapping[str, str] = field(default_factory=dict)
+    #: What it has beside the script, such as a `step(model, optimizers, batch)` of its own.
     beside: str = ""
     data: Callable[[np.random.Generator], Records] = of_classes
+    #: Strategies with which processes are killed in every run of the tests; with the others in the soak.
     killed: tuple[str, ...] = ()
 
 
@@ -186,11 +194,16 @@ class Graphs:
     y: torch.Tensor
 
 def collate(records):
-    x = torch.stack([torch.as_tensor(record["x"]) for record in records])
-    graph, source, target = x[:, :, 3:].nonzero(as_tuple=True)
-    edges = torch.stack([graph * 6 + source, graph * 6 + target])
+    nodes, edges, sizes = [], [], []
+    for record in records:
+        x = torch.as_tensor(record["x"])
+        size = int(x[:, 0].isfinite().sum())
+        edges.append(x[:size, 3:].nonzero().t() + sum(sizes))  # a block of the batch's adjacency matrix
+        nodes.append(x[:size, :3])
+        sizes.append(size)
+    graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     y = torch.stack([torch.as_tensor(record["y"]) for record in records])
-    return Graphs(x[:, :, :3].reshape(-1, 3), edges, torch.arange(len(x)).repeat_interleave(6), y)
+    return Graphs(torch.cat(nodes), torch.cat(edges, dim=1), graph, y)
 
 class Convolution(nn.Module):
     def __init__(self, inputs, outputs):
@@ -216,8 +229,8 @@ class Classifier(nn.Module):
     def forward(self, graphs):
         h = F.relu(self.first(graphs.nodes, graphs.edges))
         h = F.relu(self.second(h, graphs.edges))
-        pooled = h.new_zeros(len(graphs.y), 8).index_add_(0, graphs.graph, h) / 6
-        return self.head(pooled)
+        pooled = h.new_zeros(len(graphs.y), 8).index_add_(0, graphs.graph, h)
+        return self.head(pooled / torch.bincount(graphs.graph)[:, None])
 
 def model():
     return Classifier()
@@ -392,6 +405,16 @@ def evaluate(model, batch, metrics):
     for metric in metrics.values():
         metric.update(model(batch["x"])[:, 0].sigmoid(), (batch["y"] > 0).long())
 """
+WEIGHTED = """
+def dataset():
+    x, y = (torch.from_numpy(np.load(HERE / name)) for name in ("x.npy", "y.npy"))
+    items = [{"x": one, "y": label} for one, label in zip(x, y)]
+    weights = 1 / torch.bincount(y)[y]
+    return DataLoader(items, 16, sampler=WeightedRandomSampler(weights, 60), num_workers=2)
+
+def model():
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+"""
 ZOO = {
     "averages in buffers, the mean": Model(
         AVERAGES_IN_BUFFERS + 'buffers = {"average_*": "mean"}\n' + CROSS_ENTROPY + SGD, falls=2
@@ -404,7 +427,6 @@ ZOO = {
         falls=2,
         plain={"trireme.nn.Ema(self.body, 0.8)": BY_TORCH},
         beside=UPDATED_BY_TORCH,
-        killed=("collective",),
     ),
     "MoCo": Model(
         MOCO + SGD,
@@ -421,6 +443,7 @@ ZOO = {
     "GAN in turns": Model(GAN_MODEL + GAN_IN_TURNS, falls=2, beside=TURNS_OF_A_GAN, data=points),
     "actor and critic": Model(ACTOR_CRITIC, falls=1.5, beside=BOTH_STEPS_OF_ACTOR_AND_CRITIC),
     "AUC by torchmetrics": Model(AUC + SGD, falls=2),
+    "weighted sampler": Model(WEIGHTED + CROSS_ENTROPY + SGD, falls=2),
 }
 #: Kernels that a C++ compiler makes: half a minute for the first of them.
 INDUCTOR = Model(COMPILED.replace("{backend}", "inductor") + CROSS_ENTROPY + SGD, falls=2)

@@ -14,7 +14,6 @@ from tests.zoo.models import CROSS_ENTROPY, GAN, GAN_IN_TURNS, SGD, ZOO, Model
 from tests.zoo.test_zoo import trained
 from tests.zoo.training import differences, plainly, spec_of, write_script
 from trainer_agent.own_loop.job_steps import JobSteps, telling
-from trainer_agent.script.user_module import load
 
 PAGE = (ROOT / "docs" / "habits.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| (.+?) \| (.+) \|$", PAGE.partition("|---|---|\n")[2], re.MULTILINE))
@@ -120,6 +119,7 @@ def final(model, x, y):
     "`metric.update(...)`, `metric.compute()` of torchmetrics": "AUC by torchmetrics",
     '`writer.add_scalar("commitment", commitment)`': "VQ-VAE",
     "`collate_fn=collate` of a `DataLoader`": "GNN",
+    "a `WeightedRandomSampler` with replacement, `num_workers`": "weighted sampler",
     "a frozen backbone, adapters (LoRA)": "LoRA",
     "`torch.compile(model)`": "torch.compile",
     "`AveragedModel(model)`, `update_parameters` after each step": "trireme.nn.Ema",
@@ -154,9 +154,9 @@ async def test_a_row_does_what_plain_pytorch_does(tmp_path: Path, habit: str):
     common = BODY + CROSS_ENTROPY + SGD + plain.common
     ours = Model(f"{common}\n{code}", falls=1)
     script = write_script(tmp_path, ours)
-    spec = spec_of(script, ours, epochs=EPOCHS, **load(script).config)
+    spec = spec_of(script, epochs=EPOCHS)
     with telling(lambda: JobSteps(STEPS_OF_AN_EPOCH, EPOCHS)):  # as a process of a job does
-        job = await trained(spec, 1)
+        job = await trained(spec)
     theirs = plainly(tmp_path, Model(common, falls=1, beside=plain.script), spec)
     if plain.exact:
         assert differences(job, theirs) == []

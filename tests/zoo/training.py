@@ -4,8 +4,9 @@ job."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,18 +16,23 @@ import torch
 
 from tests.trainer_agent.scripts import lane_batches, spec_for
 from tests.zoo.models import Model
+from trainer_agent.data.loaders import WeightedOrder
+from trainer_agent.script.user_module import load
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import JobSpec
 
 EPOCHS = 10
+NUMBERS = itertools.count()
 HEAD = """
 import copy, dataclasses
 from pathlib import Path
 
+import numpy as np
 import torch, torchmetrics, trireme
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 HERE = Path(__file__).parent
 
@@ -40,7 +46,7 @@ import time
 at_its_pace = loss
 
 def loss(model, batch):
-    time.sleep(0.02 if (HERE / "slow").exists() else 0)
+    time.sleep(0.08 if (HERE / "slow").exists() else 0)
     return at_its_pace(model, batch)
 """
 STEP = """
@@ -64,20 +70,22 @@ class Trained(NamedTuple):
 
 
 def write_script(folder: Path, model: Model, more: str = "") -> Path:
-    """With its data beside it."""
+    """With its data beside it. Its name is new in this process, for readers find a script's objects by it."""
     x, y = model.data(np.random.default_rng(0))
     np.save(folder / "x.npy", x)
     np.save(folder / "y.npy", y)
-    path = folder / "script_zoo.py"
+    path = folder / f"zoo_{next(NUMBERS)}.py"
     path.write_text(f"{HEAD}\n{model.script}\n{more}")
     return path
 
 
-def spec_of(script: Path, model: Model, **values: Any) -> JobSpec:
+def spec_of(script: Path, **values: Any) -> JobSpec:
     """Steps of 16 records."""
-    more: dict[str, Any] = {"epochs": EPOCHS, "global_batch_size": 16}
-    if "def evaluation_dataset" in model.script:
-        more["evaluation_dataset"] = spec_for(script).dataset
+    user = load(script)
+    more: dict[str, Any] = {"epochs": EPOCHS, "global_batch_size": 16, "dataset": user.dataset(seed=7)}
+    more |= user.config  # with the settings of a DataLoader
+    if user.has("evaluation_dataset"):
+        more["evaluation_dataset"] = user.dataset("evaluation_dataset", 7)
     if values.get("strategy") == "collective":
         more["pservers"] = 0
     return spec_for(script, **more | values)
@@ -106,10 +114,16 @@ def plainly(folder: Path, model: Model, spec: JobSpec) -> Trained:
     net = user.model()
     made = user.optimizer(net)
     optimizers = list(made.values()) if isinstance(made, dict) else made if isinstance(made, list) else [made]
-    for number, lanes in enumerate(lane_batches(path, spec)):
+    for number, lanes in enumerate(lane_batches(path, spec, *order_of(user, spec))):
         torch.manual_seed(step_seed(spec.seed, number, 0))
         user.step(net.train(), optimizers, *(batch_of(user, columns) for columns in lanes))
     return Trained(dict(net.state_dict()), evaluated(user, net, spec))
+
+
+def order_of(user: ModuleType, spec: JobSpec) -> Sequence[Callable[[int, int], int]]:
+    """Which records a weighted sampler draws in a job: nothing if there is none."""
+    sampler = getattr(user.dataset(), "sampler", None)
+    return () if sampler is None else (WeightedOrder(sampler.weights.numpy(), spec.seed).drawn,)
 
 
 def batch_of(user: ModuleType, columns: Mapping[str, torch.Tensor]) -> Any:
@@ -140,7 +154,9 @@ def evaluated(user: ModuleType, net: torch.nn.Module, spec: JobSpec) -> dict[str
 
 
 def has_fallen(script: Path, spec: JobSpec, state: Mapping[str, torch.Tensor]) -> float:
-    """What `measured`, else the loss, of all records at the beginning is divided by with `state`."""
+    """What `measured`, else the loss, of all records at the beginning is divided by with `state`. All numbers
+    are finite."""
+    assert all(value.isfinite().all() for value in state.values())
     user = imported(script)
     torch.manual_seed(spec.seed)
     net = user.model()

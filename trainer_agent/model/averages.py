@@ -6,22 +6,28 @@
 The averages are buffers. Those of a version lack its own parameters: whoever loads it lets them follow, which
 is a function of the version alone. So all lanes go on from the same bits, and no trainer has anything that
 could be lost with it.
+
+torch's own averages are parameters that a script updates itself: `updates_by_torch` notices that.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from trainer_agent.tables.embedding import TableLayer
 from trireme_shared.protocol.errors import InvalidArgument
 
 _made: WeakSet[Ema] = WeakSet()  # by a script, wherever it keeps them
+_calls: Counter[str] = Counter()  # of methods of AveragedModel, in this process
 
 
 class Ema(nn.Module):
@@ -93,6 +99,22 @@ def averages_of(model: nn.Module, *, has_lanes: bool = True) -> Sequence[Ema]:
             hint="set mode = sync",
         )
     return found
+
+
+def updates_by_torch() -> int:
+    """How many times this process has called `AveragedModel.update_parameters` since the first call of this
+    function: no list leads to the averages that a script keeps beside its model."""
+    real = AveragedModel.update_parameters
+    if not hasattr(real, "__wrapped__"):
+
+        @wraps(real)
+        def update_parameters(averaged: AveragedModel, model: nn.Module) -> None:
+            _calls["update_parameters"] += 1
+            real(averaged, model)
+
+        for name, method in (("update_parameters", update_parameters),):
+            setattr(AveragedModel, name, method)
+    return _calls["update_parameters"]
 
 
 def _as_buffers(module: nn.Module) -> nn.Module:

@@ -205,6 +205,7 @@ LOOP = [
     ),
     Mutation(
         "averaged model",
+        ("AveragedModel", "trireme.nn.Ema"),
         head="averaged = []",
         after="averaged[:] = averaged or [torch.optim.swa_utils.AveragedModel(model)]\n"
         "averaged[0].update_parameters(model)",

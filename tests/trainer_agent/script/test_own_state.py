@@ -282,3 +282,25 @@ def test_a_process_of_the_users_own_is_watched_and_told(tmp_path, monkeypatch):
     assert [bool(text) for text in told] == [False, False, True, False]
     assert "RNG of watched.py is a random generator of the script's own" in told[2]
     assert "FIXED" not in told[2]
+
+
+def test_a_module_beside_the_model_is_told_if_it_changes_with_each_minibatch(tmp_path, monkeypatch):
+    """Not one that stays as it is, nor one that has the model's own parameters."""
+    (tmp_path / "beside.py").write_text(
+        "import torch\nmodel, average, teacher = (torch.nn.BatchNorm1d(3) for _ in range(3))\n"
+        "wrapped, once = torch.nn.Sequential(model, teacher), torch.nn.Linear(2, 2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import beside
+
+    watch, told = Watch(tmp_path / "beside.py", beside.model), []
+    for number in range(4):
+        beside.model(torch.full((4, 3), float(number)))
+        beside.model.weight.data.mul_(2)
+        beside.average.weight.data.lerp_(beside.model.weight.data, 0.5)  # torch's counter does not show it
+        if number == 1:
+            beside.once.bias.data.add_(1)
+        told.append(watch.after_minibatch())
+    del sys.modules["beside"]
+    assert [bool(text) for text in told] == [False, False, True, False]
+    assert "each minibatch changes average.weight of beside.py of a module beside the model" in told[2]

@@ -5,7 +5,7 @@ who computes which minibatch.
     first records, first minibatch ─► once ─► Snapshot
                                    ─► again, from the same parameters and seeds ─► Snapshot
     results differ, or a generator is elsewhere: refused by name
-    only a number has changed: told
+    only a number has changed, or a module beside the model: told
 
 A generator that the script seeds again before each use is in the same place after both, and is no state.
 """
@@ -38,6 +38,11 @@ WATCHED = 3  # minibatches
 OF_A_JOB = (
     "each trainer of a job has its own copy, so results depend on which one computes what, unless it "
     "is seeded anew before each use (docs/script.md)"
+)
+BESIDE = (
+    "each minibatch changes {names} of a module beside the model: each trainer changes a copy of its own, "
+    "which no other trainer gets and nobody saves; make the module a part of the model, averages of "
+    "parameters by trireme.nn.Ema(module, decay) (docs/buffers.md)"
 )
 MOST_COMPARED = 1 << 32
 
@@ -73,10 +78,12 @@ _SIMPLE = int, float, complex, str, bytes, bool, type(None)
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Digests by name ("RNG of train.py", "noise.rng of the model"). `generators`: random generators;
-    `values`: numbers, text, arrays, lengths."""
+    `values`: numbers, text, arrays, lengths, `beside`: those of them that are parameters and buffers of
+    modules beside the model."""
 
     generators: Mapping[str, bytes]
     values: Mapping[str, bytes]
+    beside: frozenset[str] = frozenset()
 
     def moved(self, later: Snapshot) -> list[str]:
         """The generators that are in another state `later`."""
@@ -157,7 +164,7 @@ def difference_of(first: object, second: object, where: str = "") -> str:
 def snapshot(script: Path, roots: Mapping[str, object]) -> Snapshot:
     """What can be reached from the modules of the script's folder, from what its frames hold, and from
     `roots` (by what messages call them)."""
-    walk = _Walk(script.parent)
+    walk = _Walk(script.parent, [root for root in roots.values() if isinstance(root, nn.Module)])
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and (file := _file_below(module, script.parent)):
             walk.add(vars(module), f" of {file}")
@@ -171,9 +178,9 @@ def snapshot(script: Path, roots: Mapping[str, object]) -> Snapshot:
 
 
 class Watch:
-    """Generators of the script's own that move with each of its first minibatches, where nothing is computed
-    twice: in a trainer, and in the user's own process. It is told: one that is seeded anew before each use
-    moves, too."""
+    """Generators of the script's own, and modules beside the model, that change with each of its first
+    minibatches, where nothing is computed twice: in a trainer, and in the user's own process. They are told,
+    not refused: a generator that is seeded anew before each use moves, too."""
 
     def __init__(self, script: Path, model: nn.Module) -> None:
         self._script, self._model = script, model
@@ -188,7 +195,12 @@ class Watch:
             return ""
         before, between, after = self._seen
         moved = [name for name in before.moved(between) if name in between.moved(after)]
-        return f"{_named(moved)} is a random generator of the script's own; {OF_A_JOB}" if moved else ""
+        changed = {*before.changed(between)} & {*between.changed(after)} & before.beside
+        told = (
+            f"{_named(moved)} is a random generator of the script's own; {OF_A_JOB}" if moved else "",
+            BESIDE.format(names=_named(sorted(changed))) if changed else "",
+        )
+        return "\n".join(filter(None, told))
 
 
 def _file_below(module: types.ModuleType, folder: Path) -> str:
@@ -202,10 +214,13 @@ def _file_below(module: types.ModuleType, folder: Path) -> str:
 
 
 class _Walk:
-    """Breadth first, so that an object is called by its shortest name."""
+    """Breadth first, so that an object is called by its shortest name. `models`: their parameters and buffers
+    are shared, or compared (unshared_state.py)."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, models: list[nn.Module]) -> None:
+        self._folder, self._beside = folder, set[str]()
+        self._model = {id(part) for model in models for part in model.modules()}
+        self._shared = {id(own) for model in models for own in (*model.parameters(), *model.buffers())}
         # those are seeded
         self._seen: set[int] = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}  # noqa: SLF001
         self._todo: deque[tuple[str, str, object, int]] = deque()
@@ -231,7 +246,7 @@ class _Walk:
             elif id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._look(name, of, value, depth)
-        return Snapshot(self._generators, self._values)
+        return Snapshot(self._generators, self._values, frozenset(self._beside))
 
     def _look(self, name: str, of: str, value: object, depth: int) -> None:
         if type(value).__module__.startswith(_KNOWN):
@@ -244,8 +259,19 @@ class _Walk:
         elif depth < DEPTH:
             if isinstance(value, list | deque | dict | set):
                 self._values[f"{name or 'the names'}{of}"] = str(len(value)).encode()
+            if isinstance(value, nn.Module) and id(value) not in self._model:
+                self._add_tensors(name, of, value, depth)
             for part, inner in self._parts(value):
                 self._todo.append((f"{name}{part}" if name else part.lstrip("."), of, inner, depth + 1))
+
+    def _add_tensors(self, name: str, of: str, module: nn.Module, depth: int) -> None:
+        """Of a module beside the model, but for those that the model has, too."""
+        owned = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
+        for own, tensor in owned:
+            if id(tensor) not in self._shared and not nn.parameter.is_lazy(tensor):
+                path = f"{name}.{own}".lstrip(".")
+                self._beside.add(f"{path}{of}")
+                self._todo.append((path, of, tensor, depth + 1))
 
     def _parts(self, value: object) -> Iterator[tuple[str, object]]:
         match value:

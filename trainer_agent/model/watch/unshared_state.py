@@ -6,6 +6,7 @@ hears of it.
     buffers that are neither floating-point nor int64  constants of the model
     the optimizer: groups, options, state              see OptimizerWatch in model/optimizer.py
     the model: which parameters, buffers, modules      as it was laid out (KeptModel)
+    torch's averages, beside the model or in it        nobody would share them (updates_by_torch)
     other buffers                                      shared; told if their mean over lanes may mean nothing
                                                        (AveragedBuffers)
 
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer_agent.model.averages import updates_by_torch
 from trainer_agent.model.flat import Plan, Vector, dense_stride
 from trainer_agent.model.optimizer import OptimizerWatch
 from trainer_agent.model.watch.freezing import thaws
@@ -68,6 +70,11 @@ FROZEN = (
     "make it a floating-point buffer (register_buffer), which they share; averages of parameters are "
     "trireme.nn.Ema(module, decay) (docs/buffers.md); those of a second optimizer stand with it in what "
     "optimizer(model) returns (docs/habits.md)"
+)
+AVERAGES = (
+    "called update_parameters of an AveragedModel; that would run once for each minibatch that this trainer "
+    "computes, on averages that no other trainer gets and nobody saves: averages of parameters are "
+    "trireme.nn.Ema(module, decay), a part of the model (docs/buffers.md#ema)"
 )
 RESHAPED = (
     "changed the buffer {name}: it was {before}, and now it is {after}; trainers share the values "
@@ -126,6 +133,7 @@ class UnsharedState:
         self._addresses: list[int] = []
         self._words: list[torch.Tensor] = []  # of each parameter, if this minibatch is looked at
         self._digests: list[int] = []
+        self._updates = updates_by_torch()
 
     def begin(self, vector: Vector | None = None, *, again: bool = False) -> None:
         """`vector`: the parameters in use, in host memory; None: they lie anywhere. `again`: of the minibatch
@@ -138,6 +146,7 @@ class UnsharedState:
         self._words = list(map(words_of, self._parameters)) if self.looks else []
         self._digests = self._expected(self._look()) if self.looks else []
         self._vector, self._sampled = vector, self._sample(vector)
+        self._updates = updates_by_torch()
 
     @property
     def looks_next(self) -> bool:
@@ -146,6 +155,8 @@ class UnsharedState:
 
     def change(self) -> str:
         """What was done, or "" if nothing was changed."""
+        if updates_by_torch() != self._updates:
+            return AVERAGES
         for before, now in (
             (self._writes, _writes(self._parameters)),
             (self._addresses, _addresses(self._parameters)),
