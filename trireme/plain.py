@@ -52,7 +52,7 @@ from trainer_agent.model.gradient_tree import (
     check_loss,
 )
 from trainer_agent.model.metric_objects import MetricObjects
-from trainer_agent.model.minibatch import BackwardGuard, checked_loss, means_of, sums_of
+from trainer_agent.model.minibatch import BackwardGuard, checked_loss, metrics_of, numbers_of, sums_of
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.torch_compute import write_model
 from trainer_agent.model.watch.minibatch_rules import MissingGradients, Modes, evaluating
@@ -70,7 +70,7 @@ from trireme.preflight import ScriptError
 from trireme.script_trial import say, try_script
 from trireme.view.chart import show_chart
 from trireme.view.report import failure_lines
-from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything, seeded
+from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.runtime.service import allow_open_files
 from trireme_shared.platform.storage import files
@@ -559,13 +559,14 @@ class Evaluations:
         result.best = best
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Task by task, as trainers do it, with the same numbers. The model's buffers stay as they are."""
+        """Task by task, as trainers do it, with the same numbers. Each minibatch finds the model's modes and
+        buffers as they were, and so does training."""
         assert self._held_out is not None
         user, spec, (reader, table) = self._user, self._spec, self._held_out
         size = spec.minibatch_size
         buffers = [buffer.clone() for buffer in model.buffers()]
         total = EvaluationSums()
-        with evaluating(model), torch.no_grad():
+        with torch.no_grad():
             for task in range(table.tasks):
                 place = table.locate(task)
                 shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
@@ -577,16 +578,14 @@ class Evaluations:
                     minibatch = shard.minibatch(
                         minibatch_indices(spec.seed, 0, task, place.count, size, number, shuffle=False)
                     )
-                    for name, value in self._sums(model, minibatch).items():
+                    with evaluating(model):
+                        found = self._sums(model, minibatch)
+                    for name, value in found.items():
                         sums[name] = merged(name, sums.get(name), value)
+                    for buffer, before in zip(model.buffers(), buffers, strict=True):
+                        buffer.copy_(before)
                 total = total.plus(sums, task).bounded()
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-        found = self._objects.computed(total.sums)
-        if user.has("metrics"):
-            with seeded(START_SEED):
-                return {name: float(value) for name, value in user.call("metrics", found).items()}
-        return self._objects.numbers(found) if user.has("evaluate") else means_of(found)
+        return metrics_of(user, self._objects, total.sums)
 
     def _sums(self, model: nn.Module, minibatch: Minibatch) -> dict[str, Sum]:
         user, objects = self._user, self._objects.begin()
@@ -597,4 +596,4 @@ class Evaluations:
             found = sums_of(found, len(minibatch), user.guard)
         elif objects and found is None:
             found = {}
-        return self._objects.beside({name: float(value) for name, value in found.items()})
+        return self._objects.beside(numbers_of(user, "evaluate(model, batch)", found))

@@ -63,7 +63,8 @@ class Ema(nn.Module):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take the parameters into the averages, in place, once after each step."""
+        """Take the parameters into the averages, in place, once after each step. Raises InvalidArgument if
+        the module has lost a parameter or buffer since."""
         parameters, buffers = dict(self.followed.named_parameters()), dict(self.followed.named_buffers())
         averages: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -71,8 +72,13 @@ class Ema(nn.Module):
             if name in parameters:
                 averages.append(average)
                 values.append(parameters[name])
-            else:
+            elif name in buffers:
                 average.copy_(buffers[name])
+            else:
+                raise InvalidArgument(
+                    f"an Ema has an average of {name}, which its {type(self.followed).__name__} has not any more",
+                    hint="make the Ema when the module has all its layers, and parametrizations on them",
+                )
         torch._foreach_lerp_(averages, values, 1 - self.decay)
 
 

@@ -31,10 +31,11 @@ from trainer_agent.model.watch.own_state import Watch
 from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedState, digest
 from trainer_agent.own_loop.changes import notices
 from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
-from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
+from trireme_shared.protocol.errors import InvalidArgument, TooLarge, UserCodeError
 from trireme_shared.protocol.metrics import LOSS, Logged, add, collected, loss_in, metrics_beside
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.protocol.records.metric_states import Sum
+from trireme_shared.protocol.records.queue import check_size, refused_sums
 from trireme_shared.tables.grouping import Grouped
 
 CHANGED_LATE = (
@@ -211,15 +212,11 @@ class MinibatchRunner:
                 found = sums_of(found, len(records), self._user.guard)
             elif objects and found is None:
                 found = {}
-            return self._objects.beside(self._numbers("evaluate(model, batch)", found))
+            return self._objects.beside(numbers_of(self._user, "evaluate(model, batch)", found))
 
     def metrics(self, sums: Mapping[str, Sum]) -> dict[str, float]:
-        """Metrics out of the sums and states of all minibatches."""
-        found = self._objects.computed(sums)
-        if self._user.has("metrics"):
-            with seeded(START_SEED):
-                return self._numbers("metrics(sums)", self._user.call("metrics", found))
-        return self._objects.numbers(found) if self._user.has("evaluate") else means_of(found)
+        """See metrics_of."""
+        return metrics_of(self._user, self._objects, sums)
 
     def permit(self, _: torch.Tensor | None = None) -> None:
         """See BackwardGuard."""
@@ -295,18 +292,6 @@ class MinibatchRunner:
         if self._finite and not torch.isfinite(norm):
             self.check_gradients()
         torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
-
-    def _numbers(self, what: str, found: Any) -> dict[str, float]:
-        if not isinstance(found, Mapping):
-            raise self._user.error_of(
-                TypeError(f"{what} returned {type(found).__name__}; return a dict of numbers")
-            )
-        try:
-            return {str(name): float(value) for name, value in found.items()}
-        except (TypeError, ValueError) as error:
-            raise self._user.error_of(
-                TypeError(f"{what} returned {found!r:.200}; return a dict of numbers")
-            ) from error
 
     # ------------------------------------------------------------ gradients that backward has made
 
@@ -428,6 +413,33 @@ def sums_of(found: Any, records: int, guard: Callable[..., Any]) -> dict[str, An
     calls what may refuse it."""
     values = {LOSS: guard(loss_in, found), **metrics_beside(found)}
     return {**{name: value * records for name, value in values.items()}, "records": records}
+
+
+def numbers_of(user: UserCode, what: str, found: Any) -> dict[str, float]:
+    """What `what` in the script returned, as numbers by name. Raises UserCodeError."""
+    if not isinstance(found, Mapping):
+        raise user.error_of(TypeError(f"{what} returned {type(found).__name__}; return a dict of numbers"))
+    try:
+        return {str(name): float(value) for name, value in found.items()}
+    except (TypeError, ValueError) as error:
+        msg = f"{what} returned {found!r:.200}; return a dict of numbers"
+        raise user.error_of(TypeError(msg)) from error
+
+
+def metrics_of(user: UserCode, objects: MetricObjects, sums: Mapping[str, Sum]) -> dict[str, float]:
+    """The metrics of an evaluation, out of the sums and states of all its minibatches. Raises UserCodeError,
+    a fatal one for more of them than a job keeps."""
+    found = objects.computed(sums)
+    if user.has("metrics"):
+        with seeded(START_SEED):
+            metrics = numbers_of(user, "metrics(sums)", user.call("metrics", found))
+    else:
+        metrics = objects.numbers(found) if user.has("evaluate") else means_of(found)
+    try:
+        check_size(metrics)
+    except TooLarge as error:
+        raise refused_sums(error) from error
+    return metrics
 
 
 def means_of(sums: Mapping[str, float]) -> dict[str, float]:

@@ -180,3 +180,11 @@ def test_one_that_is_no_part_of_the_model_is_refused(tmp_path, build):
 def test_asynchronous_jobs_refuse_them(build):
     with pytest.raises(InvalidArgument, match="the model has an Ema, and the job is asynchronous"):
         build({"mode": "async"}, model=BODY + MODEL)
+
+
+def test_one_whose_module_has_lost_a_parameter_since_says_which():
+    layer = nn.Linear(2, 2)
+    average = Ema(layer, 0.9)
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(InvalidArgument, match="an Ema has an average of weight, which its Parametrized"):
+        average.follow()
