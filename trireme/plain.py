@@ -39,7 +39,7 @@ from trainer_agent.data import (
 )
 from trainer_agent.data.in_code import reading
 from trainer_agent.model import optimizer as optimizer_spec
-from trainer_agent.model.averages import averages_of
+from trainer_agent.model.averages import averages_of, begin_apart
 from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
@@ -224,6 +224,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     model = model.to(device)
     optimizer = optimizer_spec.scaled(drawing(spec.seed, user.call, "optimizer", model), spec)
     policies, averages = policies_of(model, user.buffers), averages_of(model)
+    apart = begin_apart(averages)
     for average in averages:  # as every version that is loaded in a job
         average.follow()
     # refuses what no job can train
@@ -237,8 +238,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
     without = MissingGradients(laid_out)
     modes = Modes(model, own_loop=user.loop is not None)
-    if modes.notice:
-        report(modes.notice)
+    for told in filter(None, (apart, modes.notice)):
+        report(told)
     clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
     unshared = UnsharedState(model, laid_out, optimizer, steps_elsewhere=False)
 

@@ -21,6 +21,11 @@ from torch import nn
 from trainer_agent.tables.embedding import TableLayer
 from trireme_shared.protocol.errors import InvalidArgument
 
+APART = (
+    "an Ema begins with another value of {name} than its {module} has; averages follow once before the first "
+    "step, too, so these are one follow() ahead of those of a loop in plain PyTorch. Make the Ema behind "
+    "whatever sets its module's parameters; averages of a model that goes on (--init-from) may stay so"
+)
 _made: WeakSet[Ema] = WeakSet()  # by a script, wherever it keeps them
 
 
@@ -76,7 +81,8 @@ class Ema(nn.Module):
                 average.copy_(buffers[name])
             else:
                 raise InvalidArgument(
-                    f"an Ema has an average of {name}, which its {type(self.followed).__name__} has not any more",
+                    f"an Ema has an average of {name}, which its {type(self.followed).__name__} has not any "
+                    "more",
                     hint="make the Ema when the module has all its layers, and parametrizations on them",
                 )
         torch._foreach_lerp_(averages, values, 1 - self.decay)
@@ -99,6 +105,17 @@ def averages_of(model: nn.Module, *, has_lanes: bool = True) -> Sequence[Ema]:
             hint="set mode = sync",
         )
     return found
+
+
+def begin_apart(averages: Sequence[Ema]) -> str:
+    """A sentence for the user, if some do not begin with the parameters that training begins with; else
+    ""."""
+    for each in averages:
+        parameters = dict(each.followed.named_parameters())
+        for name, average in each.module.named_buffers():
+            if name in parameters and not torch.equal(average, parameters[name]):
+                return APART.format(name=name, module=type(each.followed).__name__)
+    return ""
 
 
 def _as_buffers(module: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from trainer_agent.data.collate import ReadyBatch, default_collate
+from trainer_agent.model.averages import averages_of, begin_apart
 from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.flat import LiveBuffers, Plan, Vector
@@ -91,6 +92,7 @@ class MinibatchRunner:
         self._may_overlap = False
         self._guard, self._objects = BackwardGuard(user), MetricObjects(user, self._device)
         self._notice, self._told, self._own_state = notice, set[str](), Watch(user.path, model)
+        self._averages = begin_apart(averages_of(model))
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
         self._takes_at_end = False  # in this backward, gradients are copied to their views when it is over
@@ -240,7 +242,7 @@ class MinibatchRunner:
                 tables=bool(self._plan.layout.tables),
             )
             found.append(loop.threads_notice)
-        found = [*found, self._own_state.after_minibatch()]
+        found = [*found, self._averages, self._own_state.after_minibatch()]
         new = [text for text in found if text and text not in self._told]
         self._told.update(new)
         return (*new, *self._without.told(), *self.averaged.told())

@@ -1,5 +1,5 @@
-"""A model that changes its buffers in evaluation mode, too: each minibatch of an evaluation finds those of the
-version, in a job and in one process, and training goes on as if nobody had evaluated."""
+"""A model that changes its buffers in evaluation mode, too: each minibatch of an evaluation finds those of
+the version, in a job and in one process, and training goes on as if nobody had evaluated."""
 
 from __future__ import annotations
 

@@ -196,8 +196,8 @@ def check_size(metrics: Mapping[str, float]) -> None:
     """Raises TooLarge if the job's state does not take the metrics of an evaluation."""
     if (size := len(json.dumps(dict(metrics)))) > MAX_SUMS_BYTES:
         msg = (
-            f"the evaluation has {len(metrics)} metrics of {size} bytes as JSON, at most {MAX_SUMS_BYTES} bytes "
-            "are taken"
+            f"the evaluation has {len(metrics)} metrics of {size} bytes as JSON, at most {MAX_SUMS_BYTES} "
+            "bytes are taken"
         )
         raise TooLarge(
             msg, hint="give fewer of them, or shorter names: metrics(sums) in the script says which"
