@@ -33,6 +33,7 @@ import torch
 import uvloop
 
 from benchmarks.checkpoint_steps import Measured, Round, Steps, slow_downs
+from benchmarks.spread import quartiles
 from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.checkpoints.schedule import Schedule
 from trireme_shared.platform.runtime import telemetry
@@ -57,7 +58,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        low, median, high = quartiles(values)
         return cls(median, low, high)
 
     def shown(self, form: str, scale: float = 1.0) -> str:

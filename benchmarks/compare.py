@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.spread import quartiles
+
 ROOT = Path(__file__).parents[1]
 LOWER, HIGHER = "lower is better", "higher is better"
 Figures = dict[str, tuple[float, str]]
@@ -88,9 +90,7 @@ def report(turns: list[tuple[Figures, Figures]], rev: str, limit: float | None) 
         before = [older[figure][0] for older, _ in turns]
         now = [newer[figure][0] for _, newer in turns]
         ratios = [b / a for a, b in zip(before, now, strict=True)]
-        low, middle, high = (
-            statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-        )
+        low, middle, high = quartiles(ratios)
         slower = middle - 1 if better == LOWER else 1 / middle - 1
         worst = max(worst, slower)
         cells = f"{statistics.median(before):.3g} | {statistics.median(now):.3g}"

@@ -43,6 +43,7 @@ from benchmarks import other_systems
 from benchmarks.baselines import Floor, Remote
 from benchmarks.dense_trireme import Trireme
 from benchmarks.measurements import machine_ms, p99_and_max
+from benchmarks.spread import quartiles
 from benchmarks.torch_peers import Gloo, Peers, Rpc
 from trireme_shared.platform.runtime import process_setup
 
@@ -189,7 +190,7 @@ def measure(contenders: dict[str, Contender], mib: int, optimizer: str, rounds: 
     medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
     rows = []
     for name, contender in contenders.items():
-        low, _, high = statistics.quantiles([value * 1e3 for value in times[name]], n=4)
+        low, _, high = quartiles([value * 1e3 for value in times[name]])
         ratios = {
             other: medians[name] / medians[other]
             for other in ("floor", "rpc-tcp", "rpc", "gloo", "tcp")

@@ -161,6 +161,7 @@ def note(job: Wanted, shown: dict[str, Any], now: float) -> None:
         job.served_s = now
     if job.ended_s is None and shown["standing"] in ("COMPLETED", "FAILED", "CANCELLED"):
         job.ended_s, job.state = now, shown["standing"]
+        job.served_s = now if job.served_s is None else job.served_s  # between two looks
 
 
 def same_bits(job: Wanted, folder: Path) -> bool:

@@ -48,6 +48,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.measurements import TRAINER_MIB
+from benchmarks.spread import spread
 from benchmarks.step_rows import (
     EVALUATED_EVERY,
     SETTLE_S,
@@ -156,14 +157,6 @@ def bounds(name: str, model: str) -> dict[str, float]:
 
 
 # ------------------------------------------------------------ tables
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """`median (quartile-quartile)`."""
-    if len(values) < 2:
-        return f"{values[0]:.{digits}f}"
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 HEAD = (

@@ -39,7 +39,7 @@ from trainer_agent.data import (
 )
 from trainer_agent.data.in_code import reading
 from trainer_agent.model import optimizer as optimizer_spec
-from trainer_agent.model.averages import averages_of
+from trainer_agent.model.averages import averages_of, begin_apart
 from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
@@ -51,9 +51,9 @@ from trainer_agent.model.gradient_tree import (
     check_gradients,
     check_loss,
 )
-from trainer_agent.model.losses import LossReader, means_of
+from trainer_agent.model.losses import LossReader
 from trainer_agent.model.metric_objects import MetricObjects
-from trainer_agent.model.minibatch import BackwardGuard
+from trainer_agent.model.minibatch import BackwardGuard, metrics_of, numbers_of
 from trainer_agent.model.schedule import Schedule, made_by
 from trainer_agent.model.torch_compute import write_model
 from trainer_agent.model.watch.freezing import FrozenParameters, on_gradient
@@ -72,7 +72,7 @@ from trireme.preflight import ScriptError
 from trireme.script_trial import say, try_script
 from trireme.view.chart import show_chart
 from trireme.view.report import ProgressLines, failure_lines
-from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything, seeded
+from trireme_shared.datasets.random_state import START_SEED, drawing, seed_everything
 from trireme_shared.platform.runtime.service import allow_open_files
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError
@@ -225,6 +225,7 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     made = joined(drawing(spec.seed, user.call, "optimizer", model), "optimizer(model) returned")
     optimizer = optimizer_spec.scaled(made, spec)
     policies, averages = policies_of(model, user.buffers), averages_of(model)
+    apart = begin_apart(averages)
     for average in averages:  # as every version that is loaded in a job
         average.follow()
     thaws = user.loop is None
@@ -243,8 +244,8 @@ def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> Pl
     reads = LossReader(user, optimizer, trained, tables=tables.are_there)
     freezing = FrozenParameters(laid_out, parameters, thaws=thaws)
     modes = Modes(model, own_loop=user.loop is not None)
-    if modes.notice:
-        report(modes.notice)
+    for told in filter(None, (apart, modes.notice)):
+        report(told)
     clipper = None if spec.clip_grad_norm is None else GradientClipper(laid_out, spec.clip_grad_norm, device)
     unshared = UnsharedState(model, laid_out, optimizer, user, steps_elsewhere=False)
 
@@ -542,13 +543,14 @@ class Evaluations:
         result.best = best
 
     def _evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Task by task, as trainers do it, with the same numbers. The model's buffers stay as they are."""
+        """Task by task, as trainers do it, with the same numbers. Each minibatch finds the model's modes and
+        buffers as they were, and so does training."""
         assert self._held_out is not None
         user, spec, (reader, table) = self._user, self._spec, self._held_out
         size = spec.minibatch_size
         buffers = [buffer.clone() for buffer in model.buffers()]
         total = EvaluationSums()
-        with evaluating(model), torch.no_grad():
+        with torch.no_grad():
             for task in range(table.tasks):
                 place = table.locate(task)
                 shard = reader.read(place.file, place.first, place.count, place.offset, place.stamp)
@@ -560,16 +562,14 @@ class Evaluations:
                     minibatch = shard.minibatch(
                         minibatch_indices(spec.seed, 0, task, place.count, size, number, shuffle=False)
                     )
-                    for name, value in self._sums(model, minibatch).items():
+                    with evaluating(model):
+                        found = self._sums(model, minibatch)
+                    for name, value in found.items():
                         sums[name] = merged(name, sums.get(name), value)
+                    for buffer, before in zip(model.buffers(), buffers, strict=True):
+                        buffer.copy_(before)
                 total = total.plus(sums, task).bounded()
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-        found = self._objects.computed(total.sums)
-        if user.has("metrics"):
-            with seeded(START_SEED):
-                return {name: float(value) for name, value in user.call("metrics", found).items()}
-        return self._objects.numbers(found) if user.has("evaluate") else means_of(found)
+        return metrics_of(user, self._objects, total.sums)
 
     def _sums(self, model: nn.Module, minibatch: Minibatch) -> dict[str, Sum]:
         user, objects = self._user, self._objects.begin()
@@ -580,4 +580,4 @@ class Evaluations:
             found = self._reads.sums(found, len(minibatch))
         elif objects and found is None:
             found = {}
-        return self._objects.beside({name: float(value) for name, value in found.items()})
+        return self._objects.beside(numbers_of(user, "evaluate(model, batch)", found))

@@ -18,7 +18,7 @@ from benchmarks.baselines import Remote
 from benchmarks.collective.direct import DirectMember
 from benchmarks.collective.floor import FloorMember
 from benchmarks.collective.gloo import GlooMember
-from benchmarks.collective.spread import spread
+from benchmarks.spread import spread
 
 TITLES = {
     "bucketed": "Gloo all_reduce, all buckets in flight together",

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.collective.exchange import progress
-from benchmarks.collective.spread import spread
+from benchmarks.spread import spread
 from benchmarks.step_rows import OurRow, Row, TorchRow, Window, in_turns, stopped
 from benchmarks.steps import BATCHES, SCRIPTS
 from trainer_agent.script import user_module

@@ -29,8 +29,8 @@ from pathlib import Path
 
 from benchmarks.collective.endless import endless
 from benchmarks.collective.exchange import progress
-from benchmarks.collective.spread import spread
 from benchmarks.measurements import machine_ms
+from benchmarks.spread import spread
 from benchmarks.step_rows import Usage
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import client_of

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.accuracy import said, trireme_run
 from benchmarks.collective.exchange import progress
-from benchmarks.collective.spread import spread
 from benchmarks.scripts.ctr_synthetic import generate
+from benchmarks.spread import spread
 from benchmarks.step_rows import ROOT, OurRow, Row, TorchRow, Window, in_turns, stopped
 
 HERE = Path(ROOT)

@@ -10,6 +10,7 @@ tables, with that command.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -65,12 +66,11 @@ def install(name: str) -> None:
 
 
 def main() -> int:
-    names = sys.argv[1:]
-    if not names or not set(names) <= set(PACKAGES):
-        print(__doc__, file=sys.stderr)
-        print(f"got {names}: name one or more of {', '.join(PACKAGES)}", file=sys.stderr)
-        return 2
-    for name in names:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="+", choices=PACKAGES, help="what to install")
+    for name in parser.parse_args().names:
         if interpreter(name) is None:
             print(f"==> {name}: {' '.join(PACKAGES[name])} in {folder() / name}", flush=True)
             try:

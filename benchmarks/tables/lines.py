@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from benchmarks.spread import quartiles
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def markdown(lines: Sequence[Line]) -> str:
 
 
 def figure(values: Sequence[float]) -> Figure:
-    if len(values) < 2:
-        return Figure(values[0], values[0], values[0])
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = quartiles(values)
     return Figure(middle, low, high)
 
 

@@ -8,6 +8,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from tests.script_fuzz.catalogue import CATALOGUE
@@ -31,12 +32,13 @@ def main() -> int:
     else:
         scripts = drawn(options.seed, options.scripts)
     failed, left_out, chosen = 0, 0, scripts[options.first : options.until]
+    tally = Counter[str]()
     for number, mutations in enumerate(chosen, options.first):
         began = time.perf_counter()
         wrong = {}
         try:
             with tempfile.TemporaryDirectory() as folder, quiet():
-                wrong = judge(Script(Path(folder), mutations))
+                wrong = judge(Script(Path(folder), mutations), tally=tally)
         except NoScript as error:
             left_out += 1
             print(f"{number} is left out, plain PyTorch cannot train it: {error.__cause__}".splitlines()[0])
@@ -47,7 +49,7 @@ def main() -> int:
             print(f"{number}: {' + '.join(each.name for each in mutations)}", flush=True)
             for surface, problem in wrong.items():
                 print(f"    {surface}: {shortened(problem)}")
-    print(f"{len(chosen)} scripts, {failed} wrong, {left_out} left out")
+    print(f"{len(chosen)} scripts, {failed} wrong, {left_out} left out; on their surfaces: {dict(tally)}")
     return bool(failed)
 
 

@@ -3,12 +3,14 @@ the message."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
 
 from tests.script_fuzz.script import Script
-from tests.script_fuzz.surfaces import Outcome, State, reference, surfaces_of
+from tests.script_fuzz.surfaces import Metrics, Outcome, State, reference, surfaces_of
 
 ROUNDINGS = 1e-5
 
@@ -18,8 +20,9 @@ class NoScript(Exception):
     Trireme."""
 
 
-def judge(script: Script, part: int | None = None) -> dict[str, str]:
-    """By surface: what is wrong there. Empty: nothing is. `part`: see surfaces_of. Raises NoScript."""
+def judge(script: Script, part: int | None = None, tally: Counter[str] | None = None) -> dict[str, str]:
+    """By surface: what is wrong there. Empty: nothing is. `part`: see surfaces_of. `tally`, in place: on how
+    many surfaces it was equal, told, refused or wrong. Raises NoScript."""
     surfaces, wrong = surfaces_of(script, part), dict[str, str]()
     try:
         expected = {
@@ -32,14 +35,28 @@ def judge(script: Script, part: int | None = None) -> dict[str, str]:
         return {"plain PyTorch": f"{type(error).__name__}: {error}"}
     found = {name: surface(script) for name, surface in surfaces.items()}
     for name, outcome in found.items():
-        if problem := problem_of(script, outcome, expected["asynchronous" in name]):
+        kind = "asynchronous" in name
+        if problem := problem_of(script, outcome, *expected[kind], script.names(asynchronous=kind)):
             wrong[name] = problem
+        if tally is not None:
+            tally[_fate(outcome, problem, *expected[kind])] += 1
     trained = [
         name for name, outcome in found.items() if name.startswith("python") and outcome.state is not None
     ]
     if trained and _no_job_trains(script, found):  # then it is refused under plain Python, too
         wrong |= dict.fromkeys(trained, "trained, and every job refuses it")
     return wrong
+
+
+def _fate(outcome: Outcome, problem: str, state: State, metrics: Metrics) -> str:
+    if problem:
+        return "silent" if outcome.state is not None else "wrong"
+    if outcome.state is None:
+        return "refused"
+    is_equal = not differences(outcome.state, state, ROUNDINGS) and not _other_metrics(
+        outcome.metrics, metrics
+    )
+    return "equal" if is_equal else "told"
 
 
 def _no_job_trains(script: Script, found: Mapping[str, Outcome]) -> bool:
@@ -56,27 +73,25 @@ def _no_job_trains(script: Script, found: Mapping[str, Outcome]) -> bool:
     return all(surface(script).state is None for surface in others)
 
 
-def problem_of(script: Script, outcome: Outcome, expected: State) -> str:
+def problem_of(
+    script: Script, outcome: Outcome, expected: State, metrics: Metrics, names: tuple[str, ...]
+) -> str:
+    """`names`: of which a refusal must have one."""
     if outcome.crashed:
         return f"crashed: {outcome.crashed}"
     if outcome.state is None:
         if not _is_finite(expected) and _is_about(("nan", "inf", "not finite"), outcome.refused):
             return ""
         return (
-            ""
-            if _named(script, outcome.refused)
-            else f"refused, without one of {script.names}: {outcome.refused}"
+            "" if _is_about(names, outcome.refused) else f"refused, without one of {names}: {outcome.refused}"
         )
     rounds = any(mutation.rounds for mutation in script.mutations)
-    if not (differing := differences(outcome.state, expected, ROUNDINGS if rounds else 0.0)):
+    differing = differences(outcome.state, expected, ROUNDINGS if rounds else 0.0)
+    if not (differing := differing or _other_metrics(outcome.metrics, metrics)):
         return ""
-    if _named(script, "\n".join(outcome.told)):
+    if _is_about(names, "\n".join(outcome.told)):
         return ""
     return f"trained in silence, and differs in {', '.join(differing)}"
-
-
-def _named(script: Script, text: str) -> bool:
-    return _is_about(script.names, text)
 
 
 def _is_about(names: tuple[str, ...], text: str) -> bool:
@@ -92,6 +107,17 @@ def differences(found: State, expected: State, tolerance: float = 0.0) -> list[s
     if list(found) != list(expected):
         return [f"names {sorted(set(found) ^ set(expected)) or 'in another order'}"]
     return [name for name in expected if not _equal(found[name], expected[name], tolerance)]
+
+
+def _other_metrics(found: Metrics, expected: Metrics) -> list[str]:
+    """Sums of floats are rounded once in a job, and at each minibatch by plain metric objects. A job has no
+    metrics that are not finite."""
+    wanted = {name: value for name, value in expected.items() if math.isfinite(value)}
+    return [
+        f"the metric {name}: {found.get(name)} instead of {wanted.get(name)}"
+        for name in sorted(found | wanted)
+        if not math.isclose(found.get(name, math.nan), wanted.get(name, math.nan), rel_tol=ROUNDINGS)
+    ]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ STEP = 3  # the step at which a mutation that waits for one acts, counted from 0
 @dataclass(frozen=True)
 class Mutation:
     """Code for the places of a script (see script.py). `names`: words of which a refusal must have one,
-    ignoring case; () means that the script has to be trained with the bits of plain PyTorch.
+    ignoring case; () means that the script has to be trained with the bits of plain PyTorch. `async_names`:
+    those of asynchronous jobs alone.
 
     Statements: `head` at the module's top; `init` and `forward` in the model's class, where `h` is the hidden
     layer; `build` with the model `m`; `prepared` with the model `m` and its `opt`; `loss` with `model`,
@@ -20,11 +21,16 @@ class Mutation:
     `step`: `top` before the forward pass, `between` backward and step, `after` the step. Expressions:
     `optimizer` of `m`; `loader` instead of the dataset, of `rows()`; `scheduler` of `opt`; `returns`
     instead of `value`; `zero` instead of
-    `opt.zero_grad()`.
+    `opt.zero_grad()`; `buffers`, the policies; `objects`, a dict of metrics, which `evaluate` updates, a
+    statement with `batch`, its `scores` and `metrics`.
+
+    Of plain PyTorch alone: `by_hand`, a statement behind the step with `model`; `collator`, which function of
+    `head` makes its batches; `item(epoch, number)`, the row that is record `number` of the dataset.
     """
 
     name: str
     names: tuple[str, ...] = ()
+    async_names: tuple[str, ...] = ()
     head: str = ""
     init: str = ""
     forward: str = ""
@@ -40,6 +46,12 @@ class Mutation:
     top: str = ""
     between: str = ""
     after: str = ""
+    buffers: str = ""
+    objects: str = ""
+    evaluate: str = ""
+    by_hand: str = ""
+    collator: str = ""
+    item: Callable[[int, int], int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     # the model's modes are others before or after it: with a second such one plain PyTorch has others in the
     # next step
@@ -57,7 +69,10 @@ class Mutation:
         return bool(self.names) or self.alone
 
 
-ONE_OF_A_KIND = ("optimizer", "scheduler", "returns", "collate", "loader", "zero", "settings", "modes")
+ONE_OF_A_KIND = (
+    *("optimizer", "scheduler", "returns", "collate", "loader", "zero", "settings", "modes"),
+    *("buffers", "objects", "by_hand"),
+)
 
 
 def fit(one: Mutation, other: Mutation) -> bool:

@@ -28,6 +28,7 @@ import numpy as np, torch, trireme
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, parametrizations, prune
+import torchmetrics
 
 calls = [0]  # of loss
 made = []  # the optimizer
@@ -75,6 +76,20 @@ def compute_loss(model, batch):
 {loss}
     return {returns}
 """
+EVALUATION = """
+def evaluation_dataset():
+    return trireme.data.Npy({x!r}, {y!r}, aligned=True)
+
+def evaluate(model, batch, metrics):
+    scores = model(batch["x"])
+{evaluate}
+
+def evaluation_metrics():
+    return {objects}
+"""
+IN_LOOPS = (
+    ", evaluation_dataset=evaluation_dataset(), evaluate=evaluate, evaluation_metrics=evaluation_metrics"
+)
 FUNCTIONS = """
 config = trireme.Config(**{settings})
 model, optimizer, loss = build, build_optimizer, compute_loss
@@ -103,26 +118,30 @@ for batch in batches:
 torch.save(model.state_dict(), {saved!r})
 """
 PLAIN = """
-def train(batches):
+def train(epochs):
     seed()
     model = build()
     seed()
     opt = build_optimizer(model)
     scheduler = build_scheduler(opt)
-    for batch in batches:
-        step = calls[0]
+    for batches in epochs:
+        for batch in batches:
+            step = calls[0]
 {top}
-        {zero}
-        with torch.autocast("cpu", torch.bfloat16, enabled={bf16}):
-            value = compute_loss(model, batch)
-        value = value["loss"] if isinstance(value, dict) else value
-        value.backward()
+            {zero}
+            with torch.autocast("cpu", torch.bfloat16, enabled={bf16}):
+                value = compute_loss(model, batch)
+            value = value["loss"] if isinstance(value, dict) else value
+            value.backward()
 {clip}
 {between}
-        opt.step()
-        if scheduler is not None:
-            scheduler.step()
+            opt.step()
+{by_hand}
+            if scheduler is not None and not {per_epoch}:
+                scheduler.step()
 {after}
+        if scheduler is not None and {per_epoch}:
+            scheduler.step()
     return model
 """
 
@@ -136,13 +155,18 @@ class Script:
         for mutation in mutations:
             self.settings |= mutation.settings
         self.x, self.y = str(folder / "x.npy"), str(folder / "y.npy")
+        self.numbers = str(folder / "numbers.npy")
+        np.save(self.numbers, np.arange(RECORDS))
         numbers = np.random.default_rng(0)
         np.save(self.x, numbers.standard_normal((RECORDS, 5)).astype(np.float32))
         np.save(self.y, numbers.integers(0, 3, RECORDS))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for mutation in self.mutations for name in mutation.names)
+    def names(self, *, asynchronous: bool = False) -> tuple[str, ...]:
+        """Words of which a refusal must have one."""
+        found = [mutation.names for mutation in self.mutations]
+        if asynchronous:
+            found += [mutation.async_names for mutation in self.mutations]
+        return tuple(name for names in found for name in names)
 
     @property
     def has_functions(self) -> bool:
@@ -161,6 +185,8 @@ class Script:
     def loop(self, name: str) -> Path:
         given = ", scheduler=build_scheduler(opt)" if self._one("scheduler") else ""
         given += ", collate=collate" if self._one("collate") else ""
+        given += ", buffers=buffers" if self._one("buffers") else ""
+        given += IN_LOOPS if self.is_evaluated else ""
         text = LOOP.format(
             settings=self.settings,
             dataset=self._dataset,
@@ -172,14 +198,15 @@ class Script:
         return self._write(name, text)
 
     def plain(self) -> str:
-        """The text of a module with `train(batches)`, without a service."""
+        """The text of a module with `train(epochs)`, without a service."""
         limit = self.settings.get("clip_lane_norm")
-        clip = "" if limit is None else f"        nn.utils.clip_grad_norm_(model.parameters(), {limit})"
-        code = {part: self._code(part, 8) for part in ("top", "between", "after")}
+        clip = "" if limit is None else f"            nn.utils.clip_grad_norm_(model.parameters(), {limit})"
+        code = {part: self._code(part, 12) for part in ("top", "between", "after", "by_hand")}
         return self._common() + PLAIN.format(
             zero=self._one("zero") or "opt.zero_grad()",
             clip=clip,
             bf16=self.settings.get("precision") == "bf16",
+            per_epoch=self.settings.get("schedule_per") == "epoch",
             **code,
         )
 
@@ -193,6 +220,20 @@ class Script:
         return bool(self._one("loader"))
 
     @property
+    def is_evaluated(self) -> bool:
+        return bool(self._one("objects"))
+
+    @property
+    def collator(self) -> str:
+        """The function that makes a batch of records in plain PyTorch; "": torch's own."""
+        return self._one("collator") or ("collate" if self._one("collate") else "")
+
+    def item(self, epoch: int, number: int) -> int:
+        """Which row is record `number` of the dataset."""
+        found = next((each.item for each in self.mutations if each.item is not None), None)
+        return number if found is None else found(epoch, number)
+
+    @property
     def _dataset(self) -> str:
         return self._one("loader") or f"trireme.data.Npy({self.x!r}, {self.y!r}, aligned=True)"
 
@@ -204,6 +245,11 @@ class Script:
             if collate
             else ""
         )
+        if policies := self._one("buffers"):
+            text += f"\nbuffers = {policies}\n"
+        if self.is_evaluated:
+            code = self._code("evaluate", 4)
+            text += EVALUATION.format(x=self.x, y=self.y, evaluate=code, objects=self._one("objects"))
         return text + MODEL.format(
             init=self._code("init", 8),
             forward=self._code("forward", 8),

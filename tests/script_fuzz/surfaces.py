@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,7 @@ import numpy as np
 import structlog
 import torch
 from torch.optim import optimizer
+from torch.utils.data import default_collate
 
 from master_service.core.queue.file_table import FileTable, TaskSizes
 from master_service.core.queue.streams import EpochOrder
@@ -35,7 +37,7 @@ from master_service.storage.job_storage import count_records
 from tests.script_fuzz.script import RECORDS, Script
 from tests.trainer_agent import cluster as with_pservers
 from tests.trainer_agent.collective import cluster as collective
-from trainer_agent.data import default_collate, minibatches_in
+from trainer_agent.data import evaluation_seed, minibatches_in
 from trainer_agent.script.user_module import load
 from trireme.plain import epoch_minibatches, plain_spec, run
 from trireme_shared.datasets.random_state import seed_everything
@@ -47,6 +49,7 @@ from trireme_shared.protocol.records.datasets import MapStyle, Npy
 LIMIT_S = 30.0
 THREADS = 2  # of torch in a process of a machine with two cores, until somebody sets another number
 State = Mapping[str, torch.Tensor]
+Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -55,33 +58,63 @@ class Outcome:
     raise. `told`: warnings."""
 
     state: State | None = None
+    metrics: Metrics = field(default_factory=dict)
     refused: str = ""
     crashed: str = ""
     told: tuple[str, ...] = field(default=())
 
 
-def reference(script: Script, *, asynchronous: bool = False) -> State:
-    """By plain PyTorch, with the random numbers of a synchronous or an asynchronous job. Raises what the
-    script raises."""
+def reference(script: Script, *, asynchronous: bool = False) -> tuple[State, Metrics]:
+    """By plain PyTorch, with the random numbers of a synchronous or an asynchronous job: what it has after
+    training, and what its metrics say of that. Raises what the script raises."""
     module: dict[str, Any] = {"__name__": "plain"}
     with _own_warnings(), _nothing_left():
         torch.set_num_threads(1)
         exec(compile(script.plain(), "plain.py", "exec"), module)
-        batches = _batches(script, module.get("collate"), asynchronous=asynchronous)
-        return dict(module["train"](batches).state_dict())
+        model = module["train"](_epochs(script, module, asynchronous=asynchronous))
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return state, _evaluated(script, module, model) if script.is_evaluated else {}
 
 
-def _batches(script: Script, collate: Callable[[Any], Any] | None, *, asynchronous: bool) -> Iterator[Any]:
-    """Seeded before each, as a lane is, or a minibatch of a task."""
-    spec = spec_of(script, script.folder / "script.py", "ps")
-    table, step = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed), 0
-    for epoch in range(spec.epochs):
+def _epochs(script: Script, module: Mapping[str, Any], *, asynchronous: bool) -> Iterator[Iterator[Any]]:
+    """The batches of each. Seeded before each batch, as a lane is, or a minibatch of a task."""
+    spec = spec_of(script, script.folder / "script.py", "ps", dataset=Npy(script.numbers))
+    table, steps = count_records(spec.dataset, TaskSizes.of(spec), seed=spec.seed), count()
+    collate = module[script.collator] if script.collator else default_collate
+    rows = module["rows"]()
+
+    def batches(epoch: int) -> Iterator[Any]:
         seeds = _seeds_of_tasks(spec, table, epoch)
         for minibatch in epoch_minibatches(spec, table, epoch):
-            of_task = next(seeds)
+            of_task, step = next(seeds), next(steps)
             seed_everything(of_task if asynchronous else step_seed(spec.seed, step, 0))
-            step += 1
-            yield collate(list(minibatch)) if collate is not None else default_collate(minibatch)
+            yield collate([rows[script.item(epoch, int(record["numbers"]))] for record in minibatch])
+
+    return map(batches, range(spec.epochs))
+
+
+def _evaluated(script: Script, module: Mapping[str, Any], model: torch.nn.Module) -> Metrics:
+    """By objects that see all records in their order. Each minibatch finds the buffers of the version."""
+    spec = spec_of(script, script.folder / "script.py", "ps")
+    objects, rows = module["evaluation_metrics"](), module["rows"]()
+    table = count_records(spec.dataset, TaskSizes.evaluated(spec), seed=spec.seed)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    for task in range(table.tasks):
+        place = table.locate(task)
+        for number in range(minibatches_in(place.count, spec.minibatch_size)):
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            seed_everything(evaluation_seed(spec.seed, task, number))
+            first = place.first + number * spec.minibatch_size
+            last = min(first + spec.minibatch_size, place.first + place.count)
+            with torch.no_grad():
+                module["evaluate"](model.eval(), default_collate(rows[first:last]), objects)
+    found = {name: torch.as_tensor(each.compute()).reshape(-1).tolist() for name, each in objects.items()}
+    return {
+        name if len(values) == 1 else f"{name}.{number}": value
+        for name, values in found.items()
+        for number, value in enumerate(values)
+    }
 
 
 def _seeds_of_tasks(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[int]:
@@ -93,10 +126,12 @@ def _seeds_of_tasks(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[int
 
 
 def spec_of(script: Script, path: Path, storage: str, **more: Any) -> JobSpec:
+    given = Npy(script.x, script.y, aligned=True)
+    evaluation = {"evaluation_dataset": given} if script.is_evaluated else {}
     return JobSpec(
         job="fuzz",
         script=str(path),
-        **{"dataset": Npy(script.x, script.y, aligned=True)} | script.settings | {"pservers": 1} | more,
+        **{"dataset": given} | evaluation | script.settings | {"pservers": 1} | more,
         storage=str(script.folder / storage),
         task_timeout_floor_s=20,
     )
@@ -107,9 +142,8 @@ def plain_functions(script: Script) -> Outcome:
 
     def train() -> Outcome:
         user, said = load(script.functions("fuzz_plain")), list[str]()
-        return Outcome(
-            dict(run(user, plain_spec(user, {}), said.append).model.state_dict()), told=tuple(said)
-        )
+        result = run(user, plain_spec(user, {}), said.append)
+        return Outcome(dict(result.model.state_dict()), result.metrics, told=tuple(said))
 
     return _outcome(train)
 
@@ -118,14 +152,17 @@ def plain_loop(script: Script) -> Outcome:
     """`python loop.py`."""
 
     def train() -> Outcome:
-        path, said = script.loop("fuzz_plain_loop"), io.StringIO()
+        path, said, printed = script.loop("fuzz_plain_loop"), io.StringIO(), io.StringIO()
         with (
             patch.object(sys.modules["__main__"], "__file__", str(path), create=True),
             patch.object(atexit, "register"),
             contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(printed),
         ):
             contextvars.copy_context().run(runpy.run_path, str(path), run_name="__main__")
-        return Outcome(torch.load(script.saved, weights_only=False), told=(said.getvalue(),))
+        lines = (line.rsplit(" ", 1) for line in printed.getvalue().splitlines())
+        metrics = {name: float(value) for name, value in lines}
+        return Outcome(torch.load(script.saved, weights_only=False), metrics, told=(said.getvalue(),))
 
     return _outcome(train)
 
@@ -158,7 +195,7 @@ async def _trained(spec: JobSpec, strategy: Any) -> Outcome:
         if state.phase is Phase.COMPLETED:
             events = made.master.events.after(0, 1000)
             told = [event.message for event in events if event.name == "warning"]
-            return Outcome(made.exported(), told=(before_the_run, *told))
+            return Outcome(made.exported(), state.result.metrics, told=(before_the_run, *told))
         failure = state.failure
         if failure is None:
             return Outcome(refused=state.reason)
@@ -195,7 +232,12 @@ PARTS = (
 def surfaces_of(script: Script, part: int | None = None) -> dict[str, Callable[[Script], Outcome]]:
     """Those that the script has. `part`: the number of a part of them, to save time; any integer."""
     parts = PARTS if part is not None else (tuple(SURFACES),)
-    has = [[name for name in names if script.has_functions or "loop" in name] for names in parts]
+    # parameter servers write no checkpoints here, of which versions are evaluated while a job trains
+    lacks = "parameter servers" if "evaluate_every" in script.settings else "none"
+    has = [
+        [name for name in names if lacks not in name and (script.has_functions or "loop" in name)]
+        for names in parts
+    ]
     has = [names for names in has if names]
     return {name: SURFACES[name] for name in has[(part or 0) % len(has)]}
 

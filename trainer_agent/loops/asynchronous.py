@@ -61,6 +61,12 @@ PATIENCE = 0.5  # of a task's time limits: who waits gets no limit of its own in
 REFRESH_S = 0.5
 MARGIN = 1.5  # reading takes longer beside computing, and not each time as long
 log = telemetry.logger("async_loop")
+SCHEDULE_AHEAD = (
+    "a task of this job has fewer pushes than the largest ones, which have {pushes}; the learning-rate "
+    "schedule counts {pushes} for each task, as trireme.steps_per_epoch() does, so it runs ahead of the "
+    "pushes that are made: choose records_per_task (or files) of which each task is full, or schedule_per = "
+    "epoch"
+)
 
 
 class Superseded(Exception):
@@ -426,11 +432,14 @@ class AsyncLoop:
                 await backoff.failed(error)
 
     def _push_number(self, task: Task, count: int, start: int) -> int:
-        """The number of this push if one trainer did all of the training in order."""
+        """The number of this push if one trainer did all of the training in order, and each task had as many
+        pushes as the largest."""
         every = self._spec.push_every
         pushes = -(
             -max(count, minibatches_in(self._directory.task_records, self._spec.minibatch_size)) // every
         )
+        if -(-count // every) < pushes and self._initial.scheduler and self._spec.schedule_per == "step":
+            self._reports.warn(SCHEDULE_AHEAD.format(pushes=pushes))
         return (task.epoch * task.stream_length + task.index) * pushes + start // every
 
     async def _newer_generation(self, generation: int) -> None:

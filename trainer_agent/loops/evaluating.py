@@ -24,7 +24,7 @@ from trainer_agent.loops.context import LoopContext, timeline_of
 from trainer_agent.model.compute import Compute
 from trainer_agent.tables.whole_tables import read_tables
 from trainer_agent.tasks.activity import Held
-from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, refused_sums
+from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
 from trainer_agent.waiting import retry
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd.reading import must_read, read_record
@@ -58,6 +58,7 @@ from trireme_shared.protocol.records import (
 )
 from trireme_shared.protocol.records.checkpoints import CheckpointRef, Manifest
 from trireme_shared.protocol.records.metric_states import MetricState, Sum, merged
+from trireme_shared.protocol.records.queue import refused_sums
 from trireme_shared.protocol.records.step import StepRecord
 
 STORAGE_TRIES = 4
@@ -70,11 +71,14 @@ log = telemetry.logger("evaluating")
 
 @dataclass
 class TaskSums:
-    """The sums over the minibatches of one task, the first ones first. `done`: how many."""
+    """The sums over the minibatches of one task, the first ones first. `done`: how many. `room`: bytes that
+    values which are kept for each record may still take. All sums are written as JSON only when that is used
+    up, so many minibatches cost no more each than a few do."""
 
     loaded: LoadedTask
     total: int
     done: int = 0
+    room: int = 0
     sums: dict[str, Sum] = field(default_factory=dict)
 
     @classmethod
@@ -95,8 +99,10 @@ class TaskSums:
         try:
             for name, value in found.items():
                 self.sums[name] = merged(name, self.sums.get(name), value)
-            if any(isinstance(value, MetricState) for value in found.values()):
-                EvaluationSums(sums=self.sums).bounded()
+            states = [value for value in found.values() if isinstance(value, MetricState)]
+            self.room -= sum(state.growing_bytes for state in states)
+            if states and (self.room < 0 or number == 0):
+                self.room = EvaluationSums(sums=self.sums).room()
         except CallerError as error:
             raise refused_sums(error) from error
         self.done = number + 1

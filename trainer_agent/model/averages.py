@@ -13,21 +13,25 @@ torch's own averages are parameters that a script updates itself: `updates_by_to
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
-from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel
 
 from trainer_agent.tables.embedding import TableLayer
 from trireme_shared.protocol.errors import InvalidArgument
 
+APART = (
+    "an Ema begins with another value of {name} than its {module} has; averages follow once before the first "
+    "step, too, so these are one follow() ahead of those of a loop in plain PyTorch. Make the Ema behind "
+    "whatever sets its module's parameters; averages of a model that goes on (--init-from) may stay so"
+)
 _made: WeakSet[Ema] = WeakSet()  # by a script, wherever it keeps them
-_calls: Counter[str] = Counter()  # of methods of AveragedModel, in this process
+_by_torch: WeakSet[AveragedModel] = WeakSet()
 
 
 class Ema(nn.Module):
@@ -69,7 +73,8 @@ class Ema(nn.Module):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take the parameters into the averages, in place, once after each step."""
+        """Take the parameters into the averages, in place, once after each step. Raises InvalidArgument if
+        the module has lost a parameter or buffer since."""
         parameters, buffers = dict(self.followed.named_parameters()), dict(self.followed.named_buffers())
         averages: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -77,8 +82,14 @@ class Ema(nn.Module):
             if name in parameters:
                 averages.append(average)
                 values.append(parameters[name])
-            else:
+            elif name in buffers:
                 average.copy_(buffers[name])
+            else:
+                raise InvalidArgument(
+                    f"an Ema has an average of {name}, which its {type(self.followed).__name__} has not any "
+                    "more",
+                    hint="make the Ema when the module has all its layers, and parametrizations on them",
+                )
         torch._foreach_lerp_(averages, values, 1 - self.decay)
 
 
@@ -101,20 +112,31 @@ def averages_of(model: nn.Module, *, has_lanes: bool = True) -> Sequence[Ema]:
     return found
 
 
+def begin_apart(averages: Sequence[Ema]) -> str:
+    """A sentence for the user, if some do not begin with the parameters that training begins with; else
+    ""."""
+    for each in averages:
+        parameters = dict(each.followed.named_parameters())
+        for name, average in each.module.named_buffers():
+            if name in parameters and not torch.equal(average, parameters[name]):
+                return APART.format(name=name, module=type(each.followed).__name__)
+    return ""
+
+
 def updates_by_torch() -> int:
-    """How many times this process has called `AveragedModel.update_parameters` since the first call of this
-    function: no list leads to the averages that a script keeps beside its model."""
-    real = AveragedModel.update_parameters
-    if not hasattr(real, "__wrapped__"):
+    """How many updates the `AveragedModel`s of this process have made, wherever a script keeps them. Less
+    than before: some of them are gone."""
+    return sum(int(each.n_averaged) for each in _by_torch)
 
-        @wraps(real)
-        def update_parameters(averaged: AveragedModel, model: nn.Module) -> None:
-            _calls["update_parameters"] += 1
-            real(averaged, model)
 
-        for name, method in (("update_parameters", update_parameters),):
-            setattr(AveragedModel, name, method)
-    return _calls["update_parameters"]
+def _note_averages(parent: nn.Module, name: str, _: nn.Module | None) -> None:
+    """Called by torch when a module becomes part of another one: no list leads to the averages that a script
+    keeps beside its model."""
+    if name == "module" and isinstance(parent, AveragedModel):
+        _by_torch.add(parent)
+
+
+register_module_module_registration_hook(_note_averages)
 
 
 def _as_buffers(module: nn.Module) -> nn.Module:

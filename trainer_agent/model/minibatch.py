@@ -22,6 +22,7 @@ from torch.nn.modules import module as module_hooks
 
 from trainer_agent.data.collate import ReadyBatch, default_collate
 from trainer_agent.data.shard import Minibatch
+from trainer_agent.model.averages import averages_of, begin_apart
 from trainer_agent.model.compute import BlockSink, Ready, Records
 from trainer_agent.model.devices import autocast, on_device
 from trainer_agent.model.flat import LiveBuffers, Plan, Vector
@@ -35,10 +36,11 @@ from trainer_agent.model.watch.unshared_state import AveragedBuffers, UnsharedSt
 from trainer_agent.own_loop.changes import notices
 from trainer_agent.own_loop.job_steps import training_at
 from trireme_shared.datasets.random_state import START_SEED, seed_everything, seeded
-from trireme_shared.protocol.errors import InvalidArgument, UserCodeError
+from trireme_shared.protocol.errors import InvalidArgument, TooLarge, UserCodeError
 from trireme_shared.protocol.metrics import Logged, add, collected
 from trireme_shared.protocol.records import JobSpec, Mode, Strategy
 from trireme_shared.protocol.records.metric_states import Sum
+from trireme_shared.protocol.records.queue import check_size, refused_sums
 from trireme_shared.serving.optimizers.several import IN_TURNS, Several
 from trireme_shared.tables.grouping import Grouped
 
@@ -104,6 +106,7 @@ class MinibatchRunner:
         self._guard = BackwardGuard(user, several=isinstance(optimizer, Several))
         self._objects = MetricObjects(user, self._device)
         self._notice, self._told, self._own_state = notice, set[str](), Watch(user.path, model)
+        self._averages = begin_apart(averages_of(model))
         self.modes = Modes(model, own_loop=user.loop is not None)
         self._sums: dict[int, torch.Tensor] = {}  # by parameter: digests of views, where it is looked
         self._takes_at_end = False  # in this backward, gradients are copied to their views when it is over
@@ -234,15 +237,11 @@ class MinibatchRunner:
                 found = self._losses.sums(found, len(records))
             elif objects and found is None:
                 found = {}
-            return self._objects.beside(self._numbers("evaluate(model, batch)", found))
+            return self._objects.beside(numbers_of(self._user, "evaluate(model, batch)", found))
 
     def metrics(self, sums: Mapping[str, Sum]) -> dict[str, float]:
-        """Metrics out of the sums and states of all minibatches."""
-        found = self._objects.computed(sums)
-        if self._user.has("metrics"):
-            with seeded(START_SEED):
-                return self._numbers("metrics(sums)", self._user.call("metrics", found))
-        return self._objects.numbers(found) if self._user.has("evaluate") else means_of(found)
+        """See metrics_of."""
+        return metrics_of(self._user, self._objects, sums)
 
     def permit(self, _: torch.Tensor | None = None) -> None:
         """See BackwardGuard."""
@@ -266,7 +265,7 @@ class MinibatchRunner:
                 tables=bool(self._plan.layout.tables),
             )
             found.append(loop.threads_notice)
-        found = [*found, self._own_state.after_minibatch()]
+        found = [*found, self._averages, self._own_state.after_minibatch()]
         new = [text for text in found if text and text not in self._told]
         self._told.update(new)
         return (*new, *self._without.told(), *self.averaged.told())
@@ -321,18 +320,6 @@ class MinibatchRunner:
         if self._finite and not torch.isfinite(norm):
             self.check_gradients()
         torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
-
-    def _numbers(self, what: str, found: Any) -> dict[str, float]:
-        if not isinstance(found, Mapping):
-            raise self._user.error_of(
-                TypeError(f"{what} returned {type(found).__name__}; return a dict of numbers")
-            )
-        try:
-            return {str(name): float(value) for name, value in found.items()}
-        except (TypeError, ValueError) as error:
-            raise self._user.error_of(
-                TypeError(f"{what} returned {found!r:.200}; return a dict of numbers")
-            ) from error
 
     # ------------------------------------------------------------ gradients that backward has made
 
@@ -434,6 +421,33 @@ class MinibatchRunner:
             raise self._user.error_of(RuntimeError(WENT_ON))
         if self._missing is None:
             self._may_overlap = self._clip_norm is None and not in_parts
+
+
+def numbers_of(user: UserCode, what: str, found: Any) -> dict[str, float]:
+    """What `what` in the script returned, as numbers by name. Raises UserCodeError."""
+    if not isinstance(found, Mapping):
+        raise user.error_of(TypeError(f"{what} returned {type(found).__name__}; return a dict of numbers"))
+    try:
+        return {str(name): float(value) for name, value in found.items()}
+    except (TypeError, ValueError) as error:
+        msg = f"{what} returned {found!r:.200}; return a dict of numbers"
+        raise user.error_of(TypeError(msg)) from error
+
+
+def metrics_of(user: UserCode, objects: MetricObjects, sums: Mapping[str, Sum]) -> dict[str, float]:
+    """The metrics of an evaluation, out of the sums and states of all its minibatches. Raises UserCodeError,
+    a fatal one for more of them than a job keeps."""
+    found = objects.computed(sums)
+    if user.has("metrics"):
+        with seeded(START_SEED):
+            metrics = numbers_of(user, "metrics(sums)", user.call("metrics", found))
+    else:
+        metrics = objects.numbers(found) if user.has("evaluate") else means_of(found)
+    try:
+        check_size(metrics)
+    except TooLarge as error:
+        raise refused_sums(error) from error
+    return metrics
 
 
 class BackwardGuard:

@@ -35,7 +35,6 @@ from trireme_shared.protocol.errors import (
     StaleAttempt,
     TooLarge,
     TriremeError,
-    UserCodeError,
 )
 from trireme_shared.protocol.records import (
     AcquireTask,
@@ -49,6 +48,7 @@ from trireme_shared.protocol.records import (
     TaskProgress,
 )
 from trireme_shared.protocol.records.datasets import Dataset, IterableStyle, MapStyle
+from trireme_shared.protocol.records.queue import refused_sums
 from trireme_shared.protocol.records.step import LanePosition
 from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS, BegunWork
 
@@ -410,7 +410,8 @@ class TaskSource:
         self, task: Task, done: CompleteTask, following: TakeNext | None = None
     ) -> Task | None:
         """`task` is done. With `following`: the next task if the master has one at once; else `acquire` that
-        request. Sums that the master does not take end the job: another attempt gives the same ones."""
+        request. Sums and metrics that the master does not take end the job: another attempt gives the same
+        ones."""
         report = done.with_fields(next=following)
         try:
             what = f"completing task {task.task_id}"
@@ -419,7 +420,7 @@ class TaskSource:
             log.info("report_refused", task=task.task_id, cause=error.message)
             return None
         except (TooLarge, InvalidArgument) as error:
-            if task.kind not in (TaskKind.EVALUATE, TaskKind.VALIDATE):
+            if task.kind is TaskKind.TRAIN:
                 raise
             await self.fail(task, refused_sums(error))
             return None
@@ -443,12 +444,6 @@ class TaskSource:
             )
         except CallerError:  # it is not the pending attempt (any more), but the error is real
             await retry(lambda: self._master.report_failure(self.trainer, failure), "reporting a failure")
-
-
-def refused_sums(error: CallerError) -> UserCodeError:
-    """Sums of an evaluation that cannot be kept, or do not fit together, as an error that ends the job."""
-    message = f"{error.message}; {error.hint}" if error.hint else error.message
-    return UserCodeError(message, error_type=error.code, error_message=message, fatal=True)
 
 
 def described(task: Task) -> str:

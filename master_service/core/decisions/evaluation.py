@@ -178,8 +178,22 @@ def settle(job: Job, report: CompleteTask) -> Decision[None]:
     )
     shown = ", ".join(f"{name} {value:.6g}" for name, value in list(metrics.items())[:SHOWN])
     place = evaluated_point(job.spec.mode, done.step)
-    message = f"evaluation {done.number} ({place}): {shown or 'no finite metric'}"
+    message = f"evaluation {done.number} ({place}): {shown or 'no finite metric'}{_not_kept(report, metrics)}"
     return _settled(job, done, Event("evaluated", message, {"number": done.number, "step": done.step}))
+
+
+def _not_kept(report: CompleteTask, kept: Mapping[str, float]) -> str:
+    """What becomes of the other metrics, as the end of a sentence."""
+    nowhere = [name for name, value in report.metrics.items() if not math.isfinite(value)]
+    more = len(report.metrics) - len(nowhere) - len(kept)
+    told = f"; not finite: {', '.join(nowhere[:SHOWN])}" if nowhere else ""
+    told += f" and {len(nowhere) - SHOWN} more" if len(nowhere) > SHOWN else ""
+    return told + (
+        f"; {more} more metrics are left out, of {MOST_METRICS} at most that are kept of an evaluation: let "
+        "metrics(sums) in the script say which"
+        if more
+        else ""
+    )
 
 
 def leave_out(job: Job, number: int, cause: str) -> Decision[None]:

@@ -119,7 +119,10 @@ def test_an_evaluation_begins_with_its_checkpoint_and_gives_its_tasks_then_the_m
     assert metrics.task_id == "metrics-0"
     trained.complete(metrics, accuracy=0.5, broken=float("nan"))
     assert trained.job.evaluations[1].metrics == {"accuracy": 0.5}
-    assert trained.events == ["evaluation 1 begins: step 10", "evaluation 1 (step 10): accuracy 0.5"]
+    assert trained.events == [
+        "evaluation 1 begins: step 10",
+        "evaluation 1 (step 10): accuracy 0.5; not finite: broken",
+    ]
     assert trained.ask(awaited=1) == "end"
     assert not trained.job.validation.sums
 
@@ -234,6 +237,20 @@ def test_a_metric_that_a_setting_names_is_kept_however_many_there_are():
     trained.complete(trained.ask(), **{f"m{number}": 1.0 for number in range(MOST_METRICS)}, zz=0.5)
     assert trained.job.evaluation.best is not None
     assert trained.job.evaluation.best.value == 0.5
+    assert (
+        f"; 1 more metrics are left out, of {MOST_METRICS} at most that are kept of an evaluation: let "
+        "metrics(sums) in the script say which"
+    ) in trained.events[-1]
+
+
+def test_metrics_that_are_not_finite_are_named():
+    trained = Trained(ref(1))
+    assert trained.do(evaluation.begin(trained.job))
+    for _ in range(2):
+        trained.complete(trained.ask(), right=1.0)
+    nowhere = {f"m{number}": float("nan") for number in range(6)}
+    trained.complete(trained.ask(), right=1.0, **nowhere)
+    assert trained.events[-1].endswith("right 1; not finite: m0, m1, m2, m3 and 2 more")
 
 
 def test_a_metric_that_one_evaluation_lacks_is_no_reason_to_fail():

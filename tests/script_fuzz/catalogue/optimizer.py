@@ -3,6 +3,8 @@ trains."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.script_fuzz.mutation import Mutation, waits
 
 P = "m.parameters()"
@@ -245,6 +247,7 @@ SCHEDULED = {
     "MultiplicativeLR": "lambda n: 0.9",
 }
 L = "torch.optim.lr_scheduler"
+BY_EPOCHS: dict[str, Any] = {"schedule_per": "epoch"}
 SCHEDULERS = [
     Mutation(f"{name}({given})", scheduler=f"{L}.{name}(opt, {given})", settings={})
     for name, given in SCHEDULED.items()
@@ -263,6 +266,20 @@ SCHEDULERS += [
         "OneCycleLR with Adam",
         scheduler=f"{L}.OneCycleLR(opt, 0.2, total_steps=20, three_phase=True)",
         optimizer=f"torch.optim.Adam({P})",
+    ),
+    *(
+        Mutation(f"{name} by epochs", scheduler=f"{L}.{name}(opt, {given})", settings=settings)
+        for name, given, settings in (
+            ("StepLR", "1, 0.5", BY_EPOCHS),
+            ("OneCycleLR", "0.2, total_steps=4, cycle_momentum=False", BY_EPOCHS),
+            ("CosineAnnealingLR", "3, 0.01", BY_EPOCHS | {"epochs": 4}),
+            ("LambdaLR", "lambda n: 1 / (1 + n)", BY_EPOCHS | {"global_batch_size": 16}),
+            (
+                "SequentialLR",
+                f"[{L}.LinearLR(opt, 0.1, 1.0, 1), {L}.ExponentialLR(opt, 0.5)], [1]",
+                BY_EPOCHS | {"epochs": 3},
+            ),
+        )
     ),
     Mutation(
         "SequentialLR",

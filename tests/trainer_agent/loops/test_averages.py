@@ -15,7 +15,7 @@ from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained_in
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
-from trainer_agent.model.averages import Ema
+from trainer_agent.model.averages import Ema, averages_of, begin_apart
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
 from trireme_shared.protocol.errors import InvalidArgument
@@ -180,3 +180,21 @@ def test_one_that_is_no_part_of_the_model_is_refused(tmp_path, build):
 def test_asynchronous_jobs_refuse_them(build):
     with pytest.raises(InvalidArgument, match="the model has an Ema, and the job is asynchronous"):
         build({"mode": "async"}, model=BODY + MODEL)
+
+
+def test_one_whose_module_has_lost_a_parameter_since_says_which():
+    layer = nn.Linear(2, 2)
+    average = Ema(layer, 0.9)
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(InvalidArgument, match="an Ema has an average of weight, which its Parametrized"):
+        average.follow()
+
+
+def test_one_that_begins_with_other_values_than_its_module_is_told():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.append(Ema(model[0], 0.9))
+    assert begin_apart(averages_of(model)) == ""
+    nn.init.ones_(model[0].bias)
+    assert begin_apart(averages_of(model)).startswith(
+        "an Ema begins with another value of bias than its Linear has; "
+    )

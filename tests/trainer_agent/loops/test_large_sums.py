@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import spec_for, write_script
 from tests.trainer_agent.tasks.test_source import source
@@ -15,7 +16,7 @@ from trainer_agent.loops.evaluating import TaskSums
 from trireme_shared.protocol.errors import UserCodeError
 from trireme_shared.protocol.records import Phase, Task, TaskKind
 from trireme_shared.protocol.records.metric_states import MetricState
-from trireme_shared.protocol.records.queue import MAX_SUMS_BYTES
+from trireme_shared.protocol.records.queue import MAX_SUMS_BYTES, EvaluationSums
 
 MINIBATCH_BYTES = 30 * 1024
 EVALUATION_TASK = Task(task_id="evaluate-0", kind=TaskKind.EVALUATE, attempt=1, file="part-0", count=64)
@@ -48,15 +49,21 @@ def evaluate(model, batch):
 """
 
 
-class Growing:
-    """Computes evaluations whose metric keeps MINIBATCH_BYTES of each minibatch."""
+MANY_METRICS = """
+def metrics(sums):
+    return {f"a_metric_with_a_long_name_{number}": 1.0 for number in range(9000)}
+"""
 
-    def __init__(self) -> None:
-        self.minibatches = 0
+
+class Growing:
+    """Computes evaluations whose metric keeps `kept` bytes of each minibatch."""
+
+    def __init__(self, kept: int = MINIBATCH_BYTES) -> None:
+        self.minibatches, self.kept = 0, kept
 
     async def evaluate(self, *_: Any, **__: Any) -> dict[str, Any]:
         self.minibatches += 1
-        return {"auc": MetricState(tensors={"kept": {0: ("x" * MINIBATCH_BYTES,)}}), "loss": 1.0}
+        return {"auc": MetricState(tensors={"kept": {0: ("x" * self.kept,)}}), "loss": 0.0}
 
 
 async def test_a_task_ends_at_the_minibatch_whose_states_are_too_many() -> None:
@@ -72,18 +79,37 @@ async def test_a_task_ends_at_the_minibatch_whose_states_are_too_many() -> None:
     assert (computing.minibatches, sums.done, sums.total) == (fitting + 1, fitting, 16)
 
 
+async def test_what_a_metric_keeps_is_measured_once_until_it_may_be_too_much() -> None:
+    """Not at each minibatch: to write all states costs more with every one that is kept."""
+    its, computing = source([]), Growing(100)
+    many = EVALUATION_TASK.with_fields(count=4 * 1000)
+    sums, measured, room = TaskSums.of(await its.load(many), its.spec), [], EvaluationSums.room
+
+    def measuring(found: EvaluationSums) -> int:
+        measured.append(len(found.to_bytes()))
+        return room(found)
+
+    with replaced(EvaluationSums, "room", measuring):
+        while not sums.complete:
+            await sums.next(its, computing)  # type: ignore[arg-type]  nothing else is computed
+    assert (sums.done, len(measured)) == (1000, 1)
+    assert sums.room == MAX_SUMS_BYTES - len(EvaluationSums(sums=sums.sums).to_bytes()), "to the byte"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(
-    ("evaluation", "told"),
+    ("evaluation", "told", "task"),
     [
-        (KEEPS_ALL, "the metric everything of the evaluation has"),
-        (MANY_NAMES, "the evaluation has 9000 sums of"),
+        (KEEPS_ALL, "the metric everything of the evaluation has", "task evaluate-"),
+        (MANY_NAMES, "the evaluation has 9000 sums of", "task evaluate-"),
+        (MANY_METRICS, "the evaluation has 9000 metrics of", "task export-"),
     ],
 )
 async def test_a_job_whose_sums_are_too_large_fails_at_once_with_both_sizes(
-    tmp_path: Path, evaluation: str, told: str
+    tmp_path: Path, evaluation: str, told: str, task: str, mode: str
 ) -> None:
     script = write_script(tmp_path, evaluation=evaluation)
-    spec = spec_for(script, epochs=1, evaluation_dataset=spec_for(script).dataset)
+    spec = spec_for(script, epochs=1, evaluation_dataset=spec_for(script).dataset, mode=mode)
     async with cluster(spec, 1) as made:
         state = await made.ended()
         events = [each.name for each in made.master.job.events.after(0, 100)]
@@ -91,6 +117,6 @@ async def test_a_job_whose_sums_are_too_large_fails_at_once_with_both_sizes(
     assert (state.phase, state.failure.error_type) == (Phase.FAILED, "TOO_LARGE")
     assert told in state.failure.message
     assert f"at most {MAX_SUMS_BYTES} bytes are taken" in state.failure.message
-    assert state.failure.task.startswith("task evaluate-")
+    assert state.failure.task.startswith(task)
     ended = [name for name in events if name in ("task_requeued", "job_failed")]
     assert ended == ["task_requeued", "job_failed"], "no attempt after the first one"

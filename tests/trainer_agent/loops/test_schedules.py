@@ -105,3 +105,16 @@ def test_a_plateau_follows_evaluations_one_evaluation_later(tmp_path):
         rates[3 * number] = optimizer.param_groups[0]["lr"]
     assert 1 < len({*rates.values()}) < len(rates)
     assert differing(dict(result.model.state_dict()), train_plainly(script, spec, rates=rates)) == []
+
+
+@pytest.mark.parametrize("has", [True, False])
+async def test_it_is_told_where_an_asynchronous_schedule_counts_more_pushes_than_are_made(tmp_path, has):
+    """Tasks of 3, 3 and 2 minibatches."""
+    more = {"scheduler": scheduler("step")} if has else {}
+    script = write_script(tmp_path, **more)
+    async with cluster(spec_for(script, mode="async", epochs=1, records_per_task=24), 1) as made:
+        assert (await made.ended()).phase is Phase.COMPLETED
+        events = made.master.events.after(0, 1000)
+    told = [event.message for event in events if event.name == "warning"]
+    assert [text for text in told if "schedule counts 3 for each task" in text] == told[: int(has)]
+    assert len(told) == int(has)

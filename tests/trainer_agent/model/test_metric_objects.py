@@ -14,6 +14,7 @@ import pytest
 import torch
 import torchmetrics
 from torchmetrics import classification, regression, retrieval, text, wrappers
+from torchmetrics.detection.mean_ap import MeanAveragePrecision
 
 from trainer_agent.model.metric_objects import MetricObjects
 from trainer_agent.script.inspect import kept_values, summed_means
@@ -144,6 +145,40 @@ class Kept:
 
     def compute(self) -> float:
         return float(self.total) / max(self.records, 1)
+
+
+class Boxes(torchmetrics.Metric):
+    """Keeps what torchmetrics' MeanAveragePrecision keeps: of each image all its boxes, perhaps none."""
+
+    boxes: list[torch.Tensor]
+    labels: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("boxes", default=[], dist_reduce_fx=None)
+        self.add_state("labels", default=[], dist_reduce_fx=None)
+
+    def update(self, first: torch.Tensor) -> None:
+        for number in first.tolist():
+            self.boxes.append(torch.full((number % 4, 4), float(number)))
+            self.labels.append(torch.full((number % 4,), number))
+
+    def compute(self) -> torch.Tensor:
+        places = [
+            torch.tensor([*each.shape, label.sum()])
+            for each, label in zip(self.boxes, self.labels, strict=True)
+        ]
+        return torch.stack(places)
+
+
+def test_what_is_kept_of_each_image_stays_in_one_piece(tmp_path: Path):
+    columns = (torch.arange(RECORDS),)
+    assert torch.equal(evaluated(Boxes, columns, tmp_path)["metric"], undivided(Boxes, columns))
+
+
+def test_a_metric_that_lacks_a_package_says_which(tmp_path: Path):
+    with pytest.raises(UserCodeError, match="pycocotools"):
+        objects_of(lambda: {"map": MeanAveragePrecision()}, tmp_path).begin()
 
 
 def test_what_cannot_be_gathered_exactly_is_refused_by_name(tmp_path: Path):

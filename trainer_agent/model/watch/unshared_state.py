@@ -155,7 +155,7 @@ class UnsharedState:
 
     def change(self) -> str:
         """What was done, or "" if nothing was changed."""
-        if updates_by_torch() != self._updates:
+        if updates_by_torch() > self._updates:
             return AVERAGES
         for before, now in (
             (self._writes, _writes(self._parameters)),

@@ -20,6 +20,7 @@ from trireme_shared.protocol.records.record import Int64, Record
 
 MOST_STATES = 64  # of a metric
 MOST_DIMENSIONS = 8
+QUOTED = 3  # bytes around a text in JSON: quotes and a comma
 
 Parts = tuple[float, ...]
 
@@ -123,6 +124,13 @@ class MetricState(Record):
             more = other.tensors[name]
             tensors[name] = held | {task: (*held.get(task, ()), *more[task]) for task in more}
         return self.with_fields(elements=elements, tensors=tensors)
+
+    @property
+    def growing_bytes(self) -> int:
+        """Of the values that are kept for each record, as JSON."""
+        return sum(
+            len(text) + QUOTED for held in self.tensors.values() for texts in held.values() for text in texts
+        )
 
     def of_task(self, number: int) -> Self:
         """What the report of task `number` brings, as it is kept."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from typing import Self
 
 from pydantic import ConfigDict, Field
 
-from trireme_shared.protocol.errors import TooLarge
+from trireme_shared.protocol.errors import CallerError, TooLarge, UserCodeError
 from trireme_shared.protocol.records.metric_states import (
     MetricState,
     Parts,
@@ -151,8 +152,13 @@ class EvaluationSums(Record):
 
     def bounded(self) -> Self:
         """Itself, if it fits into one value of the job's state. Raises TooLarge, which names the largest."""
+        self.room()
+        return self
+
+    def room(self) -> int:
+        """How many bytes they may still grow by. Raises TooLarge as `bounded`."""
         if (size := len(self.to_bytes())) <= MAX_SUMS_BYTES:
-            return self
+            return MAX_SUMS_BYTES - size
         states = {name: value for name, value in self.sums.items() if isinstance(value, MetricState)}
         if not states:
             msg = (
@@ -177,6 +183,25 @@ class EvaluationSums(Record):
             else "give it fewer classes, bins or thresholds"
         )
         raise TooLarge(msg, hint=hint)
+
+
+def refused_sums(error: CallerError) -> UserCodeError:
+    """Sums or metrics of an evaluation that cannot be kept, or do not fit together, as an error that ends the
+    job."""
+    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    return UserCodeError(message, error_type=error.code, error_message=message, fatal=True)
+
+
+def check_size(metrics: Mapping[str, float]) -> None:
+    """Raises TooLarge if the job's state does not take the metrics of an evaluation."""
+    if (size := len(json.dumps(dict(metrics)))) > MAX_SUMS_BYTES:
+        msg = (
+            f"the evaluation has {len(metrics)} metrics of {size} bytes as JSON, at most {MAX_SUMS_BYTES} "
+            "bytes are taken"
+        )
+        raise TooLarge(
+            msg, hint="give fewer of them, or shorter names: metrics(sums) in the script says which"
+        )
 
 
 class ValidationSums(EvaluationSums):
