@@ -93,7 +93,7 @@ async def in_a_cluster(session: Session) -> None:
     await nothing_is_injected(page)
     await session.log_in("wrong")
     await page.until(says("This token is unknown or has expired."))
-    link = trireme.run("dashboard", "--print").stdout.strip()
+    link = trireme.run("dashboard", "--print").out.strip()
     assert re.fullmatch(rf"{found.url}/#/login/trireme_login_[\w-]+/", link), link
     await page.goto(link)
     await page.until(says("No jobs."))

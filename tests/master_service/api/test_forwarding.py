@@ -93,6 +93,10 @@ async def test_a_standby_passes_on_what_asks_for_it_and_nothing_else(tmp_path: P
             assert made[0].json()["operation_id"] == made[1].json()["operation_id"], "the key went with it"
             tag = (await through.get("/v1/job")).headers["etag"]
             assert (await through.get("/v1/job", headers={"If-None-Match": tag})).status_code in (200, 304)
+            code = (await through.post("/v1/login-codes")).json()["code"]
+        async with client(leader, code) as direct, client(standby, code, **FORWARD) as page:
+            check_problem(await direct.post("/v1/logins"), 401, "UNAUTHENTICATED")  # the standby has made it
+            assert (await page.post("/v1/logins")).json() == {"token": "admin"}
 
 
 async def test_a_stream_comes_through_piece_by_piece(tmp_path: Path) -> None:
