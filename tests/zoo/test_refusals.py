@@ -254,6 +254,7 @@ async def test_a_copy_that_a_loop_averages_itself_is_told(tmp_path: Path):
     assert re.fullmatch(
         f"warning: each minibatch changes {names.format('script_loop.py')} of a module beside the model: "
         "each trainer changes a copy of its own, which no other trainer gets and nobody saves; make the "
-        r"module a part of the model, averages of parameters by trireme\.nn\.Ema\(module, decay\) \(docs/buffers\.md\)",
+        r"module a part of the model, averages of parameters by "
+        r"trireme\.nn\.Ema\(module, decay\) \(docs/buffers\.md\)",
         warning,
     )
