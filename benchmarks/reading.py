@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -61,25 +61,24 @@ def main() -> None:
         show(kind, measure(kind, arguments.seconds, arguments.set), markdown=arguments.markdown)
 
 
-def measure(kind: str, seconds: float, settings: list[str]) -> dict[str, float]:
-    """Seconds of each row. Raises SystemExit if the parameters of a job with the script's settings are not
-    those of plain PyTorch."""
+def measure(kind: str, seconds: float, settings: list[str]) -> Iterator[tuple[str, float]]:
+    """Rows and their seconds, as they are known. Raises SystemExit if the parameters of a job with the
+    script's settings are not those of plain PyTorch."""
     given = reading.GIVEN = calibrated(Given(kind=kind), seconds)
     batches: list[Mapping[str, torch.Tensor]] = []
-    found = {
-        "reading": seconds_of(lambda: batches.extend(DataLoader(reading.Slow(), batch_size=BATCH))),
-    }
-    found["computing"], expected = train(batches)
+    yield "reading", seconds_of(lambda: batches.extend(DataLoader(reading.Slow(), batch_size=BATCH)))
+    computing_s, expected = train(batches)
+    yield "computing", computing_s
     for workers in WORKERS:
         loader = DataLoader(reading.Slow(), batch_size=BATCH, num_workers=workers)
-        found[f"DataLoader, {workers} workers"], _ = train(loader)
+        yield f"DataLoader, {workers} workers", train(loader)[0]
     for (strategy, chosen), workers in product(STRATEGIES.items(), WORKERS):
+        name, flags = f"{strategy}, {workers} workers", (*chosen, f"--set=data_workers={workers}")
         with tempfile.TemporaryDirectory(prefix="trireme-reading-") as folder:
-            name, flags = f"{strategy}, {workers} workers", (*chosen, f"--set=data_workers={workers}")
-            found[name], parameters = job(given, flags, settings, Path(folder))
+            job_s, parameters = job(given, flags, settings, Path(folder))
         if not settings and any(not torch.equal(expected[key], parameters[key]) for key in expected):
             raise SystemExit(f"{kind}, {name}: the parameters are not those of plain PyTorch")
-    return found
+        yield name, job_s
 
 
 def calibrated(given: Given, seconds: float) -> Given:
@@ -148,20 +147,18 @@ def job(
     return ended - began, torch.load(exported, weights_only=True)
 
 
-def show(kind: str, found: dict[str, float], *, markdown: bool) -> None:
-    longer_s = max(found["reading"], found["computing"])
+def show(kind: str, rows: Iterable[tuple[str, float]], *, markdown: bool) -> None:
     if markdown:
         print(f"| {kind} | seconds | of the longer of both | records a second |\n|---|---|---|---|")
-    records = reading.GIVEN.records
-    for name, seconds in found.items():
+    longer_s = 0.0
+    for name, seconds in rows:
+        longer_s = max(longer_s, seconds) if name in ("reading", "computing") else longer_s
+        share, pace = f"{seconds / longer_s:.2f}", f"{reading.GIVEN.records / seconds:.0f}"
         if markdown:
-            print(f"| {name} | {seconds:.2f} | {seconds / longer_s:.2f} | {records / seconds:.0f} |")
+            print(f"| {name} | {seconds:.2f} | {share} | {pace} |", flush=True)
         else:
-            print(
-                f"{kind:8} {name:38} {seconds:6.2f} s, {seconds / longer_s:.2f} of the longer of both, "
-                f"{records / seconds:6.0f} records a second",
-                flush=True,
-            )
+            told = f"{seconds:6.2f} s, {share} of the longer of both, {pace:>5} records a second"
+            print(f"{kind:8} {name:38} {told}", flush=True)
 
 
 if __name__ == "__main__":
