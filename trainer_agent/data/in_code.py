@@ -34,7 +34,7 @@ from trireme_shared.protocol.errors import DatasetError, InvalidArgument, is_int
 from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle
 
 EVALUATION = -1
-PROBED = 256  # first records of a dataset in a process
+PROBED = 64  # first records of a dataset in a process
 TURN_S = 0.005  # then forward may go on
 T = TypeVar("T")
 _epoch: ContextVar[int] = ContextVar("epoch", default=EVALUATION)

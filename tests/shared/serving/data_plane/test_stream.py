@@ -48,6 +48,7 @@ def test_nothing_that_a_trainer_says_of_a_block_is_lost_on_the_way() -> None:
         metrics={"seen": (1.0, 2.0, 0.5, 1.0)},
         frozen=((0, 2),),
         unused=((5, 7),),
+        resting=((8, 9),),
     )
     told = PushBlock(
         block=4,
