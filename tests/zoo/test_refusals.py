@@ -271,8 +271,9 @@ async def test_a_copy_that_a_loop_averages_itself_is_told(tmp_path: Path):
     (warning,) = [text for text in told if text.startswith("warning: ")]
     names = r"ema\.0\.weight of {0}, ema\.1\.bias of {0}, ema\.1\.weight of {0} and \d more"
     assert re.fullmatch(
-        f"warning: each minibatch changes {names.format('script_loop.py')} of a module beside the model: each "
-        "trainer changes a copy of its own, which no other trainer gets and nobody saves; make the module a "
-        r"part of the model, averages of parameters by trireme\.nn\.Ema\(module, decay\) \(docs/buffers\.md\)",
+        f"warning: each minibatch changes {names.format('script_loop.py')} of a module beside the model: "
+        "each trainer changes a copy of its own, which no other trainer gets and nobody saves; make the "
+        r"module a part of the model, averages of parameters by trireme\.nn\.Ema\(module, decay\) "
+        r"\(docs/buffers\.md\)",
         warning,
     )
