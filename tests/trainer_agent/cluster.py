@@ -151,7 +151,7 @@ async def trained(spec: JobSpec, trainers: int = 1) -> dict[str, torch.Tensor]:
 
 
 async def trained_in(
-    make: Any, spec: JobSpec, trainers: int = 1, *, death_at: int | None = None
+    make: Any, spec: JobSpec, trainers: int = 1, *, death_at: int | None = None, limit_s: float = 50.0
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, float]]:
     """Run a job to its end in a cluster that `make` makes: the exported state_dict, and the metrics.
     `death_at`: at this version a trainer is killed, and another one joins."""
@@ -160,6 +160,6 @@ async def trained_in(
             await made.version(death_at)
             await made.kill("trainer-0-x")
             made.add_trainer("trainer-9-x")
-        state = await made.ended()
+        state = await made.ended(limit_s)
         assert state.phase is Phase.COMPLETED, state
         return made.exported(), state.result.metrics
