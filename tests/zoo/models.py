@@ -41,7 +41,7 @@ class Model:
     `beside`: what it has beside it, such as a `step(model, optimizers, batch)` of its own. `falls`: what
     `measured(model, batch)`, else the loss, is divided by at least in ten epochs with four lanes. `killed`:
     the strategies with which real processes are killed in every run of the tests; with the others only in the
-    soak."""
+    soak. `shards`: the dataset is an iterable in so many, `by_loader` given by a DataLoader."""
 
     script: str
     falls: float
@@ -49,6 +49,8 @@ class Model:
     beside: str = ""
     data: Callable[[np.random.Generator], Records] = of_classes
     killed: tuple[str, ...] = ()
+    shards: int = 0
+    by_loader: bool = False
 
 
 AVERAGES_IN_BUFFERS = """
@@ -360,6 +362,39 @@ def evaluate(model, batch, metrics):
     for metric in metrics.values():
         metric.update(model(batch["x"])[:, 0].sigmoid(), (batch["y"] > 0).long())
 """
+PLAIN_BODY = """
+def model():
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+"""
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    num_shards = 3
+
+    def __init__(self, parts=(0, 1, 2)):
+        self.parts = parts
+
+    def shard(self, num_shards, index):
+        return Stream(self.parts[index:index + 1])
+
+    def __iter__(self):
+        x, y = numpy.load(HERE / "x.npy"), numpy.load(HERE / "y.npy")
+        for part in self.parts:
+            for n in range(20 * part, 20 * part + 20):
+                yield {"x": x[n], "y": y[n]}
+
+def dataset():
+    return Stream()
+"""
+HF_STREAM = """
+import os
+os.environ.setdefault("HF_HOME", str(HERE / "hf"))
+import datasets
+
+def dataset():
+    files = [str(HERE / f"{part}.parquet") for part in range(3)]
+    found = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    return torch.utils.data.DataLoader(found.with_format("torch"), batch_size=16, num_workers=2)
+"""
 ZOO = {
     "averages in buffers, the mean": Model(
         AVERAGES_IN_BUFFERS + 'buffers = {"average_*": "mean"}\n' + CROSS_ENTROPY + SGD, falls=2
@@ -388,6 +423,12 @@ ZOO = {
     "GAN": Model(GAN, falls=2, beside=TWO_OPTIMIZERS_OF_A_GAN, data=points),
     "actor and critic": Model(ACTOR_CRITIC, falls=1.5, beside=TWO_OPTIMIZERS_OF_ACTOR_AND_CRITIC),
     "AUC by torchmetrics": Model(AUC + SGD, falls=2),
+    "an IterableDataset in shards": Model(
+        STREAM + PLAIN_BODY + CROSS_ENTROPY + SGD, falls=2, shards=3, killed=("parameter_server",)
+    ),
+    "streaming by Hugging Face's datasets": Model(
+        HF_STREAM + PLAIN_BODY + CROSS_ENTROPY + SGD, falls=2, shards=3, by_loader=True
+    ),
 }
 #: Kernels that a C++ compiler makes: half a minute for the first of them.
 INDUCTOR = Model(COMPILED.replace("{backend}", "inductor") + CROSS_ENTROPY + SGD, falls=2)

@@ -119,6 +119,7 @@ def final(model, x, y):
     "`metric.update(...)`, `metric.compute()` of torchmetrics": "AUC by torchmetrics",
     '`writer.add_scalar("commitment", commitment)`': "VQ-VAE",
     "`collate_fn=collate` of a `DataLoader`": "GNN",
+    "`load_dataset(..., streaming=True)`, an `IterableDataset`": "streaming by Hugging Face's datasets",
     "a frozen backbone, adapters (LoRA)": "LoRA",
     "`torch.compile(model)`": "torch.compile",
     "`AveragedModel(model)`, `update_parameters` after each step": "trireme.nn.Ema",

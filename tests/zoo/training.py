@@ -11,19 +11,22 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from tests.trainer_agent.scripts import lane_batches, spec_for
 from tests.zoo.models import Model
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import JobSpec
+from trireme_shared.protocol.records.datasets import IterableStyle
 
 EPOCHS = 10
 HEAD = """
 import copy, dataclasses
 from pathlib import Path
 
-import torch, torchmetrics, trireme
+import numpy, torch, torchmetrics, trireme
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -68,6 +71,10 @@ def write_script(folder: Path, model: Model, more: str = "") -> Path:
     x, y = model.data(np.random.default_rng(0))
     np.save(folder / "x.npy", x)
     np.save(folder / "y.npy", y)
+    for part in range(model.shards):
+        rows = slice(part * len(x) // model.shards, (part + 1) * len(x) // model.shards)
+        columns = pa.table({"x": list(x[rows]), "y": y[rows]})
+        pq.write_table(columns, folder / f"{part}.parquet")
     path = folder / "script_zoo.py"
     path.write_text(f"{HEAD}\n{model.script}\n{more}")
     return path
@@ -78,6 +85,9 @@ def spec_of(script: Path, model: Model, **values: Any) -> JobSpec:
     more: dict[str, Any] = {"epochs": EPOCHS, "global_batch_size": 16}
     if "def evaluation_dataset" in model.script:
         more["evaluation_dataset"] = spec_for(script).dataset
+    if model.shards:
+        name = f"{script.stem}:dataset"
+        more["dataset"] = IterableStyle(name, shards=model.shards, loader=model.by_loader)
     if values.get("strategy") == "collective":
         more["pservers"] = 0
     return spec_for(script, **more | values)
