@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from master_service.core.queue.file_table import FileTable, TaskSizes
-from master_service.core.queue.streams import EpochOrder, Streams, news_of, plan_of
+from master_service.core.queue.streams import Streams, news_of, plan_of
 from master_service.core.state.series import Series, Value
 from master_service.storage.job_storage import count_records
 from trainer_agent.data import (
@@ -444,7 +444,7 @@ def epoch_minibatches(
     """All minibatches of an epoch, in the order in which the only lane trains them. `reader`: of the dataset,
     to use it for several epochs. `by_columns`: nobody asks for records one by one."""
     reader = reader or open_dataset(spec.dataset, spec.seed)
-    order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
+    order = Streams(TaskKind.TRAIN, table, 1, spec.seed, spec.shuffle, spec.minibatch_size).order(epoch)
     for position in range(table.tasks):
         task = order.task_at(position)
         place = table.locate(task)

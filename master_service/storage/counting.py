@@ -38,6 +38,7 @@ import numpy.typing as npt
 from master_service.core.queue.file_table import TaskSizes
 from trireme_shared.datasets import record_files
 from trireme_shared.datasets.dataset_files import joined_stamps, list_images
+from trireme_shared.datasets.iterables import Shards, record_digest
 from trireme_shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
 from trireme_shared.datasets.user_modules import count_object, load_custom
 from trireme_shared.protocol.errors import is_interrupt
@@ -77,8 +78,13 @@ def counter_of(
             return lambda file: _count_or_empty(file, lambda file: _count_npy(file, heads))
         case Custom():
             return _custom_counter(dataset)
-        case MapStyle() | IterableStyle():
+        case MapStyle():
             return lambda name: TableFile(name, count_object(dataset, seed))
+        case IterableStyle():
+            if (stated := dataset.stated) is not None:
+                return lambda name: TableFile(name, stated[name])
+            shards = Shards(dataset, seed)
+            return lambda name: _count_iterated(name, shards, sizes, check)
         case TFRecord() | RecordIO() | WebDataset():
             return lambda file: count_framed(file, dataset, sizes, check)
         case HuggingFace():
@@ -125,6 +131,19 @@ def _count_csv(
     if counted.records:
         heads.rows(file)
     return counted
+
+
+def _count_iterated(name: str, shards: Shards, sizes: TaskSizes, check: Callable[[], None]) -> TableFile:
+    """Keeps digests of the first records of tasks."""
+    kept, digests = TaskStarts(sizes), array("q")
+    for number, record in enumerate(shards.records(name)):
+        digests.append(record_digest(record) if number % kept.stride == 0 else 0)
+        if len(digests) == CHECK_EVERY:
+            check()
+            kept.take(np.array(digests))
+            digests = array("q")
+    kept.take(np.array(digests, dtype=np.int64))
+    return kept.counted(name)
 
 
 def _count_images(root: str) -> TableFile:
@@ -238,6 +257,11 @@ class TaskStarts:
         self.records = 0
         self._sizes, self._stride = sizes, sizes.stride(0)
         self.kept = array("q")
+
+    @property
+    def stride(self) -> int:
+        """Records from one kept byte to the next one."""
+        return self._stride
 
     def take(self, starts: npt.NDArray[np.int64]) -> None:
         """In place: the bytes of the next records."""

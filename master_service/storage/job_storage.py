@@ -175,7 +175,9 @@ class FileStorage:
 
 def runs_code(dataset: Dataset) -> bool:
     """Whether the user's own code counts its records."""
-    stated = isinstance(dataset, MapStyle | IterableStyle) and dataset.records is not None
+    if isinstance(dataset, IterableStyle):
+        return dataset.stated is None
+    stated = isinstance(dataset, MapStyle) and dataset.records is not None
     return dataset.names_code and not stated
 
 
@@ -225,7 +227,7 @@ def count_records(
         shown = ", ".join(dataset.urls)
         msg = f"the dataset {shown} is empty: {len(files)} files with 0 records"
         raise DatasetError(msg, hint=why_empty(dataset), urls=list(dataset.urls))
-    table = sizes.table(counted)
+    table = replace(sizes.table(counted), in_sequence=isinstance(dataset, IterableStyle))
     if not table.tasks:
         msg = (
             f"drop_last leaves out all {table.left_out} records: no file has the {sizes.minibatch} of "

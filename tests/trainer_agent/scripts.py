@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainer_agent.model.averages import Ema
 from trainer_agent.script.user_module import load
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import JobSpec, TaskKind
-from trireme_shared.protocol.records.datasets import Npy
+from trireme_shared.protocol.records.datasets import IterableStyle, Npy
 
 RECORDS = 60
 PARTS = {
@@ -130,8 +131,11 @@ def train_plainly(
 
 
 def table_of(spec: JobSpec) -> FileTable:
-    """The tasks of a script's data."""
-    return TaskSizes.of(spec).table((TableFile("x.npy", RECORDS),))
+    """The tasks of a script's data. A file is called by its first record."""
+    shards = spec.dataset.shards if isinstance(spec.dataset, IterableStyle) else 1
+    files = [TableFile(str(first), RECORDS // shards) for first in range(0, RECORDS, RECORDS // shards)]
+    in_sequence = isinstance(spec.dataset, IterableStyle)
+    return replace(TaskSizes.of(spec).table(files), in_sequence=in_sequence)
 
 
 def lane_batches(
@@ -147,7 +151,8 @@ def lane_batches(
         streams: list[list[Any]] = [[] for _ in range(spec.lanes)]
         for position in range(table.tasks):
             task = order.task_at(position)
-            first, count = table.locate(task).first, table.locate(task).count
+            place = table.locate(task)
+            first, count = int(place.file) + place.first, place.count
             for number in range(minibatches_in(count, spec.minibatch_size)):
                 chosen = minibatch_indices(
                     spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=spec.shuffle

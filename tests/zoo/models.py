@@ -57,6 +57,9 @@ class Model:
     data: Callable[[np.random.Generator], Records] = of_classes
     #: Strategies with which processes are killed in every run of the tests; with the others in the soak.
     killed: tuple[str, ...] = ()
+    #: The dataset is an iterable in so many shards; `by_loader`: a DataLoader gives it.
+    shards: int = 0
+    by_loader: bool = False
 
 
 AVERAGES_IN_BUFFERS = """
@@ -415,6 +418,39 @@ def dataset():
 def model():
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
 """
+PLAIN_BODY = """
+def model():
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+"""
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    num_shards = 3
+
+    def __init__(self, parts=(0, 1, 2)):
+        self.parts = parts
+
+    def shard(self, num_shards, index):
+        return Stream(self.parts[index:index + 1])
+
+    def __iter__(self):
+        x, y = np.load(HERE / "x.npy"), np.load(HERE / "y.npy")
+        for part in self.parts:
+            for n in range(20 * part, 20 * part + 20):
+                yield {"x": x[n], "y": y[n]}
+
+def dataset():
+    return Stream()
+"""
+HF_STREAM = """
+import os
+os.environ.setdefault("HF_HOME", str(HERE / "hf"))
+import datasets
+
+def dataset():
+    files = [str(HERE / f"{part}.parquet") for part in range(3)]
+    found = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    return torch.utils.data.DataLoader(found.with_format("torch"), batch_size=16, num_workers=2)
+"""
 ZOO = {
     "averages in buffers, the mean": Model(
         AVERAGES_IN_BUFFERS + 'buffers = {"average_*": "mean"}\n' + CROSS_ENTROPY + SGD, falls=2
@@ -444,6 +480,12 @@ ZOO = {
     "actor and critic": Model(ACTOR_CRITIC, falls=1.5, beside=BOTH_STEPS_OF_ACTOR_AND_CRITIC),
     "AUC by torchmetrics": Model(AUC + SGD, falls=2),
     "weighted sampler": Model(WEIGHTED + CROSS_ENTROPY + SGD, falls=2),
+    "an IterableDataset in shards": Model(
+        STREAM + PLAIN_BODY + CROSS_ENTROPY + SGD, falls=2, shards=3, killed=("parameter_server",)
+    ),
+    "streaming by Hugging Face's datasets": Model(
+        HF_STREAM + PLAIN_BODY + CROSS_ENTROPY + SGD, falls=2, shards=3, by_loader=True
+    ),
 }
 #: Kernels that a C++ compiler makes: half a minute for the first of them.
 INDUCTOR = Model(COMPILED.replace("{backend}", "inductor") + CROSS_ENTROPY + SGD, falls=2)

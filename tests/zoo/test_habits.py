@@ -120,6 +120,7 @@ def final(model, x, y):
     '`writer.add_scalar("commitment", commitment)`': "VQ-VAE",
     "`collate_fn=collate` of a `DataLoader`": "GNN",
     "a `WeightedRandomSampler` with replacement, `num_workers`": "weighted sampler",
+    "`load_dataset(..., streaming=True)`, an `IterableDataset`": "streaming by Hugging Face's datasets",
     "a frozen backbone, adapters (LoRA)": "LoRA",
     "`torch.compile(model)`": "torch.compile",
     "`AveragedModel(model)`, `update_parameters` after each step": "trireme.nn.Ema",

@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from tests.trainer_agent.scripts import lane_batches, spec_for
@@ -74,6 +76,10 @@ def write_script(folder: Path, model: Model, more: str = "") -> Path:
     x, y = model.data(np.random.default_rng(0))
     np.save(folder / "x.npy", x)
     np.save(folder / "y.npy", y)
+    for part in range(model.shards):
+        rows = slice(part * len(x) // model.shards, (part + 1) * len(x) // model.shards)
+        columns = pa.table({"x": list(x[rows]), "y": y[rows]})
+        pq.write_table(columns, folder / f"{part}.parquet")
     path = folder / f"zoo_{next(NUMBERS)}.py"
     path.write_text(f"{HEAD}\n{model.script}\n{more}")
     return path

@@ -9,17 +9,18 @@ A reader is wrapped (Blaming), so that each of its errors says which file and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
 from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.images import ImageFolderReader
-from trainer_agent.data.in_code import CustomReader, IterableStyleReader, MapStyleReader
+from trainer_agent.data.in_code import CustomReader, MapStyleReader
+from trainer_agent.data.iterables import IterableStyleReader
 from trainer_agent.data.lines import LineReader
 from trainer_agent.data.loaders import LoaderItems
 from trainer_agent.data.reader import ColumnTypes, Reader
@@ -80,15 +81,15 @@ def open_dataset(
     is refused. `named`: the values of items that are tuples get names, because the script has no `collate`
     that takes them as they are. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be
     imported."""
-    reader = _reader_of(dataset, seed, named)
+    reader = _reader_of(dataset, seed, named, changed)
     in_code = isinstance(dataset, MapStyle | IterableStyle)
-    as_they_are = in_code and (not named or (isinstance(dataset, MapStyle) and dataset.loader))
+    as_they_are = isinstance(dataset, MapStyle | IterableStyle) and (not named or dataset.loader)
     if (in_code and not as_they_are) or isinstance(dataset, Custom):
         reader = TypedByFirstRecord(dataset, reader)
     return Blaming(reader, CountedFiles(dataset), changed)
 
 
-def _reader_of(dataset: Dataset, seed: int, named: bool) -> Reader:
+def _reader_of(dataset: Dataset, seed: int, named: bool, changed: Callable[[str], object] | None) -> Reader:
     match dataset:
         case Parquet():
             # pyarrow only where it is needed
@@ -110,7 +111,7 @@ def _reader_of(dataset: Dataset, seed: int, named: bool) -> Reader:
         case MapStyle():
             return MapStyleReader(dataset, seed, named=named)
         case IterableStyle():
-            return IterableStyleReader(dataset, seed, named=named)
+            return IterableStyleReader(dataset, seed, named=named, changed=changed)
         case TFRecord():
             return TFRecordReader(dataset)
         case RecordIO():
@@ -160,6 +161,13 @@ class Blaming:
 
     def __repr__(self) -> str:
         return f"<Blaming {self._reader!r}>"
+
+    @property
+    def loader_settings(self) -> Mapping[str, Any]:
+        """Settings of the job, as the DataLoader of this dataset has them; none until the object is made, or
+        if it is no DataLoader."""
+        reader = self._reader
+        return reader.loader_settings if isinstance(reader, MapStyleReader | IterableStyleReader) else {}
 
     def read(self, file: str, first: int, count: int, offset: int | None = None, stamp: str = "") -> Shard:
         """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable

@@ -1,5 +1,5 @@
-"""What the user's own code reads: map-style datasets, which are read by number, iterables, which are read
-from their start, and custom readers, by name.
+"""What the user's own code reads: map-style datasets, which are read by number, and custom readers, by name
+(iterables: iterables.py).
 
 Some of these records draw random numbers (augmentation, noise, a crop). torch, NumPy and Python have one
 generator for all threads of a process, and records are read in threads beside forward passes. A record that
@@ -18,15 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from itertools import takewhile
 from threading import Lock
 from typing import Any, TypeVar
 
-from trainer_agent.data.loaders import LoaderItems, WeightedOrder, take_over, two_collates
+from trainer_agent.data.loaders import LoaderItems, WeightedOrder, taken_here
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import ItemShard, Record, RecordShard, Shard
-from trireme_shared.datasets.random_state import Generators, seed_everything, seed_of, seeded, undisturbed
+from trireme_shared.datasets.random_state import PROBED, Generators, seed_everything, seed_of, undisturbed
 from trireme_shared.datasets.user_modules import load_custom, load_object
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.storage.files import trouble_in_user_code
@@ -34,13 +33,11 @@ from trireme_shared.protocol.errors import DatasetError, InvalidArgument, is_int
 from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle
 
 EVALUATION = -1
-PROBED = 64  # first records of a dataset in a process
 TURN_S = 0.005  # then forward may go on
 T = TypeVar("T")
 _epoch: ContextVar[int] = ContextVar("epoch", default=EVALUATION)
-_END = object()
 _PLAIN_NAMES = ("x", "y")
-_HOOKS = (":dataset", ":evaluation_dataset")
+HOOKS = (":dataset", ":evaluation_dataset")
 
 
 @contextmanager
@@ -166,79 +163,22 @@ class MapStyleReader:
             found = list(self._drawing.each(file, numbers, record))
             return RecordShard(found) if taken is None else ItemShard(found, taken.collate)
 
+    @property
+    def loader_settings(self) -> Mapping[str, Any]:
+        """Settings of the job, as the DataLoader has them; none until it is made, or where there is none."""
+        return {} if self._taken is None else self._taken.settings
+
     def _make(self) -> None:
         """Raises DatasetError, InvalidArgument."""
         name = self._dataset.reader
         if not self._dataset.loader:
-            self._object = _loaded(self._dataset, self._seed)
+            self._object = loaded(self._dataset, self._seed)
             return
-        loader = load_object(self._dataset, self._seed)
-        try:
-            taken = take_over(loader, name, evaluates=name.endswith(_HOOKS[1]))
-            if taken.has_own_collate and not self._named:
-                raise two_collates(name)
-        except InvalidArgument as error:  # the same at every trainer: it ends the job
-            raise DatasetError(error.message, hint=error.hint, fatal=True, url=name) from None
-        _check_length(self._dataset, taken.count)
+        taken = taken_here(load_object(self._dataset, self._seed), name, named=self._named)
+        check_length(self._dataset, taken.count)
         if taken.weights is not None:
             self._weighted = WeightedOrder(taken.weights, self._seed)
         self._taken, self._object = taken, taken.items
-
-
-class IterableStyleReader:
-    """Keeps one iterator and its place: tasks that follow each other go on with it. `named`: as of
-    MapStyleReader."""
-
-    def __init__(self, dataset: IterableStyle, seed: int, *, named: bool = True) -> None:
-        self._dataset, self._seed, self._named = dataset, seed, named
-        self._drawing = Drawing(dataset.reader, seed, by_epoch=False)
-        self._iterator: Iterator[Any] | None = None
-        self._next = 0
-        self._lock = Lock()
-
-    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
-        with self._lock:
-            if self._iterator is None or self._next > first:
-                self._begin(file)
-            found = []
-            numbers = range(self._next, first + count)
-            for number, item in zip(
-                numbers, self._drawing.each("", numbers, partial(self._item, file)), strict=False
-            ):
-                if item is _END:
-                    self._iterator = None
-                    raise too_short(file, first, count, number)
-                if number >= first:
-                    found.append(as_record(item, self._dataset.columns, file, number, named=self._named))
-        return RecordShard(found)
-
-    def _begin(self, file: str) -> None:
-        made = _loaded(self._dataset, self._seed)
-        try:
-            with seeded(self._seed):
-                self._iterator, self._next = iter(made), 0
-        except BaseException as error:  # the user's code may raise anything
-            if is_interrupt(error):
-                raise
-            if (trouble := trouble_in_user_code(error, file)) is not None:
-                raise trouble from error
-            msg = f"{file} cannot be iterated: {type(error).__name__}: {error}"
-            raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
-
-    def _item(self, file: str, number: int) -> Any:
-        assert self._iterator is not None
-        try:
-            item = next(self._iterator, _END)
-        except BaseException as error:  # the user's code may raise anything
-            self._iterator = None
-            if is_interrupt(error):
-                raise
-            if (trouble := trouble_in_user_code(error, f"item {number} of {file}")) is not None:
-                raise trouble from error
-            msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
-            raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
-        self._next = number + 1
-        return item
 
 
 class CustomReader:
@@ -275,22 +215,22 @@ class CustomReader:
         return RecordShard(records)
 
 
-def _loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
+def loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
     """The object. Raises DatasetError; InvalidArgument if its length is not what was counted. Where the user
     has stated `records`, they may be some of those that a MapStyle has, and the length of an iterable may
     count anything."""
     made, name, counted = load_object(dataset, seed=seed), dataset.reader, dataset.records
-    of_hook = name.endswith(_HOOKS)
+    of_hook = name.endswith(HOOKS)
     if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
         return made
-    _check_length(dataset, len(made))
+    check_length(dataset, len(made))
     return made
 
 
-def _check_length(dataset: MapStyle | IterableStyle, records: int) -> None:
+def check_length(dataset: MapStyle | IterableStyle, records: int) -> None:
     """Raises InvalidArgument."""
     name, counted = dataset.reader, dataset.records
-    of_hook = name.endswith(_HOOKS)
+    of_hook = name.endswith(HOOKS)
     if counted is not None and (records < counted or (records > counted and of_hook)):
         msg = (
             f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"

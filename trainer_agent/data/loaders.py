@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from trireme_shared.datasets.random_state import seed_of
-from trireme_shared.protocol.errors import InvalidArgument
+from trireme_shared.protocol.errors import DatasetError, InvalidArgument
 
 Weights = npt.NDArray[np.float64]
 #: How many bits `seed_of` gives.
@@ -46,6 +46,8 @@ READS_BESIDE = (
     "they decide only how fast records are read, and a trainer reads beside computing, with data_workers in "
     "processes (docs/data.md#a-dataloader)"
 )
+#: Instead of the count of what can only be iterated.
+UNCOUNTED = -1
 BY_JOB = "the order of records is that of the job, a function of its seed and the epoch: leave it out"
 
 
@@ -78,8 +80,8 @@ class WeightedOrder:
 @dataclass(frozen=True, slots=True)
 class LoaderItems:
     """What a job keeps of a DataLoader. `settings`: of the job, as the DataLoader has them. `weights`: of the
-    items, if they are drawn by weight, `count` of them in each epoch. `unused`: arguments that decide only
-    how fast records are read, as text."""
+    items, if they are drawn by weight, `count` of them in each epoch. `count`: UNCOUNTED of an
+    IterableDataset. `unused`: arguments that decide only how fast records are read, as text."""
 
     items: Any
     count: int
@@ -113,17 +115,10 @@ def take_over(loader: DataLoader[Any], what: str, *, evaluates: bool = False) ->
     ]:
         why = "a job reads the items by number, so that code would not run"
         raise refuse(f"a {own[0]} of its own ({kind.__name__})", why, "put it into the dataset or collate_fn")
-    if isinstance(items, IterableDataset):
-        why = "its items have no numbers, by which trainers share them"
-        hint = (
-            "give the IterableDataset itself, with a __len__ that says how many items it has, always in the "
-            f"same order, and set global_batch_size = {loader.batch_size}"
-        )
-        raise refuse(f"the IterableDataset {type(items).__name__}", why, hint)
     if loader.batch_size is None:
         given = loader.batch_sampler
         name = "batch_size=None" if given is None else f"the batch_sampler {type(given).__name__}"
-        hint = "give DataLoader(dataset, batch_size=N, shuffle=True), or a dataset whose items are batches"
+        hint = "give DataLoader(dataset, batch_size=32), or a dataset whose items are batches"
         raise refuse(name, "a job makes each minibatch of as many items as a setting says", hint)
     sampler: Any = loader.sampler
     if loader.generator is not None or getattr(sampler, "generator", None) is not None:
@@ -132,11 +127,18 @@ def take_over(loader: DataLoader[Any], what: str, *, evaluates: bool = False) ->
     if (reads := _reads_several(items)) is not None:
         why = f"{type(reads).__name__} reads several items in one call, and a job reads them one by one"
         raise refuse("a __getitems__", why, "give a dataset that has __getitem__ alone")
+    if isinstance(items, IterableDataset):
+        if evaluates and loader.drop_last:
+            why = "an evaluation has all records, also the last ones"
+            raise refuse("drop_last=True", why, "leave drop_last out")
+        drops = {"drop_last": True} if loader.drop_last else {}
+        settings = {"global_batch_size": loader.batch_size, "shuffle": False} | drops
+        return LoaderItems(items, UNCOUNTED, loader.collate_fn, settings, None, _unused(loader))
     count = _length(items, what)
-    shuffles, weights, drawn = _order(sampler, count, refuse)
+    shuffles, weights, drawn = _order(sampler, count, loader.batch_size, refuse)
     if evaluates and (shuffles or weights is not None):
         why = "an evaluation has each record once, in the order of the dataset"
-        raise refuse("shuffle or a sampler", why, "give the DataLoader of the evaluation shuffle=False")
+        raise refuse("shuffle or a sampler", why, f"give DataLoader(dataset, batch_size={loader.batch_size})")
     if evaluates and loader.drop_last and drawn % loader.batch_size:
         why = f"an evaluation has all {drawn} records, also the last {drawn % loader.batch_size}"
         raise refuse("drop_last=True", why, "leave drop_last out")
@@ -149,35 +151,50 @@ def take_over(loader: DataLoader[Any], what: str, *, evaluates: bool = False) ->
     return LoaderItems(items, drawn, loader.collate_fn, settings, weights, _unused(loader), begin_worker)
 
 
+def taken_here(loader: DataLoader[Any], name: str, *, named: bool) -> LoaderItems:
+    """In a trainer: what `take_over` gives of the DataLoader that the job calls `name`. `named`: the script
+    has no `collate`. Raises DatasetError that ends the job: it is the same at every trainer."""
+    try:
+        taken = take_over(loader, name, evaluates=name.endswith(":evaluation_dataset"))
+        if taken.has_own_collate and not named:
+            raise two_collates(name)
+    except InvalidArgument as error:
+        raise DatasetError(error.message, hint=error.hint, fatal=True, url=name) from None
+    return taken
+
+
 def _order(
-    sampler: Any, count: int, refuse: Callable[[str, str, str], InvalidArgument]
+    sampler: Any, count: int, size: int, refuse: Callable[[str, str, str], InvalidArgument]
 ) -> tuple[bool, Weights | None, int]:
     """Whether items are shuffled, their weights, and how many an epoch has."""
     name, whole = (
         f"the sampler {type(sampler).__name__}",
         "each record of the dataset counts once in an epoch",
     )
-    subset = "give DataLoader(torch.utils.data.Subset(dataset, indices), shuffle=True)"
+    batches = f"batch_size={size}"
+    subset = f"give DataLoader(torch.utils.data.Subset(dataset, indices), {batches}, shuffle=True)"
     if type(sampler) is SequentialSampler and len(sampler.data_source) == count:
         return False, None, count
     if type(sampler) is RandomSampler:
-        by_weight = f"WeightedRandomSampler([1.0] * {count}, num_samples) draws with replacement"
+        drawn = f"torch.utils.data.WeightedRandomSampler([1.0] * {count}, {sampler.num_samples})"
+        by_weight = f"to draw with replacement give DataLoader(dataset, {batches}, sampler={drawn})"
         if sampler.replacement:
             raise refuse(f"{name}(replacement=True)", whole, by_weight)
         if sampler.num_samples != count or len(sampler.data_source) != count:
             why = f"it draws {sampler.num_samples} of {count} records, and {whole}"
-            raise refuse(f"{name}(num_samples={sampler.num_samples})", why, f"{subset}, or {by_weight}")
+            raise refuse(f"{name}(num_samples={sampler.num_samples})", why, f"{subset}; {by_weight}")
         return True, None, count
     if type(sampler) is WeightedRandomSampler:
         return False, _weights(sampler, count, name, refuse), sampler.num_samples
     if isinstance(sampler, DistributedSampler):
         why = "it would leave out the records of other ranks, and the job shares records out by itself"
-        raise refuse(name, why, "give DataLoader(dataset, shuffle=True) without a sampler")
+        raise refuse(name, why, f"give DataLoader(dataset, {batches}, shuffle=True) without a sampler")
     if isinstance(sampler, SubsetRandomSampler):
         raise refuse(name, whole, subset)
     hint = (
-        "for another order without shuffling give DataLoader(torch.utils.data.Subset(dataset, "
-        "order)); for weights a torch.utils.data.WeightedRandomSampler"
+        f"for an order of your own give DataLoader(torch.utils.data.Subset(dataset, order), {batches}); for "
+        f"weights DataLoader(dataset, {batches}, "
+        f"sampler=torch.utils.data.WeightedRandomSampler(weights, {count}))"
     )
     raise refuse(name, "its order is not known to be a function of the job's seed and the epoch", hint)
 

@@ -18,7 +18,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -26,13 +26,22 @@ from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any, cast, get_args
 
 from trainer_agent.data import Blaming, open_dataset
-from trainer_agent.data.loaders import READS_BESIDE, LoaderItems, is_loader, take_over, two_collates
+from trainer_agent.data.iterables import described
+from trainer_agent.data.loaders import (
+    READS_BESIDE,
+    UNCOUNTED,
+    LoaderItems,
+    is_loader,
+    take_over,
+    two_collates,
+)
 from trainer_agent.model.buffer_policies import Policy, checked
 from trainer_agent.own_loop.accelerator import check_no_accelerator
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop, Prepared, is_function
 from trainer_agent.script.hub import unreached
 from trainer_agent.script.lightning import PREFIX
+from trireme_shared.datasets.iterables import Shards
 from trireme_shared.datasets.random_state import START_SEED, seeded
 from trireme_shared.datasets.user_modules import enter, give, make
 from trireme_shared.platform.membership.local_script import at_home
@@ -73,6 +82,8 @@ class UserModule:
     loop: OwnLoop | None = None
     _loaders: dict[str, LoaderItems]
     _names: Mapping[str, str] = MappingProxyType({})  # what its functions are called in the script
+    #: What the user should know of what can only be iterated, by hook.
+    _iterables: dict[str, str]
     _DATASET = "{hook}() of {path} returned"
 
     def __init__(self, path: Path, module: ModuleType) -> None:
@@ -98,7 +109,7 @@ class UserModule:
                 f"{path} has evaluation_metrics() and no evaluate", hint=f"add {WITH_OBJECTS}"
             )
         self._config = _config(path, getattr(module, "config", None))
-        self._loaders = {}
+        self._loaders, self._iterables = {}, {}
         self._buffers = checked(getattr(module, "buffers", None), f"buffers in {path}")
 
     @property
@@ -141,23 +152,15 @@ class UserModule:
         parts of one random split."""
         found = self._made(hook, seed)
         if is_loader(found):
-            return self._taken_over(found, hook)
+            return self._taken_over(found, hook, seed)
         if hasattr(found, "__len__") and not isinstance(found, str | bytes | Mapping):
             return self._described(found, hook)
         if hasattr(found, "__iter__") and not isinstance(found, (*DATASETS, str, bytes, Mapping)):
-            msg = (
-                f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, which has "
-                "no length"
-            )
-            hint = (
-                f'state it: trireme.data.IterableStyle("{self.path.stem}:{type(found).__name__}", records=N)'
-                ", or give it a __len__"
-            )
-            raise InvalidArgument(msg, hint=hint)
+            return self._iterated(found, hook, seed)
         if not isinstance(found, DATASETS):
             raise InvalidArgument(
                 f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, not a dataset",
-                hint='return one of trireme.data, for example trireme.data.Parquet("train-*.parquet")',
+                hint=_instead_of(found),
             )
         return cast("Dataset", found)
 
@@ -175,6 +178,17 @@ class UserModule:
         kind = MapStyle if _has_items(found) else IterableStyle
         return kind(reader=self._name_of(found, hook), records=self.guard(len, found))
 
+    def _iterated(self, found: Any, hook: str, seed: int, *, loader: bool = False) -> Dataset:
+        """What can only be iterated. `loader`: by a DataLoader."""
+        name = self._name_of(found, hook)
+        shards, sentence = self.guard(described, found, name)
+        self._iterables[hook] = sentence
+        return self._counted(IterableStyle(reader=name, shards=shards, loader=loader), seed)
+
+    def _counted(self, dataset: IterableStyle, seed: int) -> IterableStyle:  # noqa: ARG002
+        """With its records, if nobody else can count them."""
+        return dataset
+
     def _name_of(self, found: Any, hook: str) -> str:
         if not self.path.stem.isidentifier():
             msg = (
@@ -184,12 +198,15 @@ class UserModule:
             raise InvalidArgument(msg, hint=f"{self.path.stem!r} is no name of a module: rename the file")
         return f"{self.path.stem}:{self._names.get(hook, hook)}"
 
-    def _taken_over(self, found: Any, hook: str) -> Dataset:
+    def _taken_over(self, found: Any, hook: str, seed: int) -> Dataset:
         name = self._name_of(found, hook)
         taken = take_over(found, name, evaluates=hook == "evaluation_dataset")
         if taken.has_own_collate and self.has("collate"):
             raise two_collates(name)
         own = self._own_config()
+        if taken.count == UNCOUNTED and "shuffle" in own:  # torch lets no such DataLoader shuffle
+            kept = {name: value for name, value in taken.settings.items() if name != "shuffle"}
+            taken = dataclasses.replace(taken, settings=kept)
         for setting, value in taken.settings.items() if hook == "dataset" else ():
             if own.get(setting) is not None and not _is_same(own[setting], value):
                 msg = (
@@ -197,12 +214,14 @@ class UserModule:
                 )
                 raise InvalidArgument(f"{msg}says {value}", hint=f"leave {setting} out of the config")
         self._loaders[hook] = taken
+        if taken.count == UNCOUNTED:
+            return self._iterated(taken.items, hook, seed, loader=True)
         return MapStyle(reader=name, records=taken.count, loader=True)
 
     def taken_over(self, given: Mapping[str, Any]) -> list[str]:
-        """What the user should know of the DataLoaders that `dataset` has returned, as sentences. `given`:
-        settings that win over the script's."""
-        told = []
+        """What the user should know of the DataLoaders and iterables that `dataset` has returned, as
+        sentences. `given`: settings that win over the script's."""
+        told = list(self._iterables.values())
         for hook, taken in self._loaders.items():
             what = f"the DataLoader of {self.path.stem}:{hook}"
             if hook == "dataset":
@@ -242,7 +261,7 @@ class LoopModule(UserModule):
         self, path: Path, loop: OwnLoop | None = None, script: Callable[[], object] | None = None
     ) -> None:
         self.path, self.loop, self._script = path, loop or OwnLoop(self._ended_by), script
-        self._loaders, self._gave = {}, False
+        self._loaders, self._iterables, self._gave = {}, {}, False
 
     def __repr__(self) -> str:
         return f"<LoopModule {self.path}: {self.loop!r}>"
@@ -263,6 +282,22 @@ class LoopModule(UserModule):
     def _given(self, hook: str) -> Any:
         prepared = self.loop.prepared
         return prepared.dataset if hook == "dataset" else prepared.hooks.get(hook)
+
+    def _iterated(self, found: Any, hook: str, seed: int, *, loader: bool = False) -> Dataset:
+        if isinstance(found, Iterator) and found is self._given(hook):
+            msg = (
+                f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, which can be "
+                "iterated once only"
+            )
+            raise InvalidArgument(msg, hint="give a function that makes it anew: def data(): return ...")
+        return super()._iterated(found, hook, seed, loader=loader)
+
+    def _counted(self, dataset: IterableStyle, seed: int) -> IterableStyle:
+        """Here, because the master cannot run a loop to get at the object."""
+        shards = Shards(dataset, seed)
+        counts = [sum(1 for _ in shards.records(name)) for name in dataset.shard_names]
+        number, loader = dataset.shards, dataset.loader
+        return IterableStyle(reader=dataset.reader, shards=number, loader=loader, shard_records=tuple(counts))
 
     def has(self, hook: str) -> bool:
         return hook in self._prepared().hooks
@@ -344,6 +379,15 @@ def _name_in(module: ModuleType, hook: str) -> str:
 def is_loading(module: ModuleType) -> bool:
     """Whether `load` runs it just now: it is not the script of `python script.py`."""
     return module in _loading
+
+
+def _instead_of(found: Any) -> str:
+    """What to return instead of what is no dataset."""
+    if isinstance(found, Mapping) and (name := next(iter(found), None)) is not None:
+        return (
+            f"it has several, {', '.join(map(str, found))}: return one of them, for example found[{name!r}]"
+        )
+    return 'return one of trireme.data, for example trireme.data.Parquet("train-*.parquet")'
 
 
 def _is_same(given: object, value: object) -> bool:

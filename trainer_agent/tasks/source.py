@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -310,6 +310,20 @@ class TaskSource:
             if isinstance(dataset, MapStyle | IterableStyle):
                 with contextlib.suppress(TriremeError):
                     await self.offload(self._make, held_out, dataset.reader)
+                    if not held_out:
+                        self._compare(dataset.reader, self._reader(held_out=False).loader_settings)
+
+    def _compare(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Tell what the DataLoader called `name` says otherwise than the job: a job that is created by REST
+        states its settings itself."""
+        for setting, value in settings.items():
+            mine = getattr(self.spec, setting)
+            if mine != value:
+                self._warn(
+                    f"the job has {setting} = {mine}, and the DataLoader of {name} says {value}: the job's "
+                    f"counts; to train as the DataLoader says, create the job with {setting} = "
+                    f"{str(value).lower()}"
+                )
 
     def _make(self, held_out: bool, name: str) -> None:
         self._reader(held_out=held_out).read(name, 0, 0)  # no record, but the object is made

@@ -25,9 +25,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty. `stamp`: what
-    the file was when it was counted (shared/trireme_shared/datasets/dataset_files.py); "": that is not
-    known."""
+    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; of the shards of an
+    iterable a digest of the task's first record; else empty. `stamp`: what the file was when it was counted
+    (shared/trireme_shared/datasets/dataset_files.py); "": that is not known."""
 
     path: str
     records: int
@@ -48,7 +48,7 @@ class TableFile:
 
 @dataclass(frozen=True, slots=True)
 class ShardLocation:
-    """Records [first, first + count) of `file`; `offset`: the byte where record `first` starts, None where
+    """Records [first, first + count) of `file`; `offset`: of its first record, see TableFile, None where
     unknown; `stamp`: see TableFile."""
 
     file: str
@@ -62,7 +62,8 @@ class ShardLocation:
 class FileTable:
     """`digest` names the table (SHA-256 of its content, see master_service/storage/counting.py). Files
     without records have no task. `left_out`: records at the ends of files that no task has, because the job
-    drops short minibatches.
+    drops short minibatches. `in_sequence`: the records of a file can be read only one after the other, so the
+    tasks of a lane follow each other (Runs in master_service/core/queue/streams.py).
 
     Raises ValueError if a file's offsets do not fit its records.
     """
@@ -71,6 +72,7 @@ class FileTable:
     task_records: int
     digest: str = ""
     left_out: int = 0
+    in_sequence: bool = False
     task_ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,11 +125,13 @@ class FileTable:
 
     def to_map(self) -> dict[str, Any]:
         """JSON types, without the digest (which is computed from them)."""
-        return {
+        found = {
             "format": FORMAT,
             "task_records": self.task_records,
             "files": [file.to_map() for file in self.files],
-        } | ({"left_out": self.left_out} if self.left_out else {})
+        }
+        found |= {"left_out": self.left_out} if self.left_out else {}
+        return found | ({"in_sequence": True} if self.in_sequence else {})
 
     @classmethod
     def from_map(cls, value: dict[str, Any], digest: str = "") -> FileTable:
@@ -137,7 +141,8 @@ class FileTable:
                 msg = f"file table of format {value['format']}; this version reads format {FORMAT}"
                 raise ValueError(msg)
             files = tuple(map(TableFile.from_map, value["files"]))
-            return cls(files, int(value["task_records"]), digest, int(value.get("left_out", 0)))
+            left_out, in_sequence = int(value.get("left_out", 0)), bool(value.get("in_sequence", False))
+            return cls(files, int(value["task_records"]), digest, left_out, in_sequence)
         except (KeyError, TypeError) as error:
             msg = f"not a file table: {error!r}"
             raise ValueError(msg) from error

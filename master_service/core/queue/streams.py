@@ -6,7 +6,8 @@ A stream is every `streams`-th position: stream s, index i  <->  position s + i 
 EpochOrder   t7 t2 t9 t4 t0 t5       streams = 2:   stream 0 = t7 t9 t0     stream 1 = t2 t4 t5
 
 The streams of lanes get equal shares of the epoch's minibatches (Dealing). One stream has its tasks in the
-order of the epoch. `plan_of` and `news_of` tell before a job begins what an epoch is made of.
+order of the epoch. Tasks of shards that can only be iterated stay in the order of their shard (Runs).
+`plan_of` and `news_of` tell before a job begins what an epoch is made of.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from master_service.core.changes import Event, Fields
 from master_service.core.queue.file_table import FileTable, longest_share
@@ -230,6 +231,92 @@ class Dealing:
         return by(self._rows, row) * self.lanes + stream
 
 
+_OF_RUNS = -4
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The tasks of `table`, whose records can be read only one after the other, in `lanes` streams, in one
+    epoch. Stream s, index i <-> position s + i * lanes.
+
+    tasks of three shards       | 0  1  2  3  4 | 5  6  7 | 8  9 |
+    runs of two streams         | 0  1  2  3  4 |         | 5  6  7 | 8  9 |
+    an epoch                    8 9 5 6 7 in stream 1
+
+    A stream has the same run in each epoch, so whoever computes it reads few shards, each from its start to
+    its end. An epoch shuffles the shards of a run, never the tasks of a shard: for a task that lies behind
+    the one before, the shard would be read from its start.
+    """
+
+    table: FileTable
+    lanes: int
+    seed: int
+    epoch: int
+    shuffle: bool
+    #: Task at which the run of each stream ends.
+    ends: tuple[int, ...] = field(init=False)
+    _known: dict[int, _Run] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = (stream_length(self.table.tasks, self.lanes, stream) for stream in range(self.lanes))
+        object.__setattr__(self, "ends", tuple(accumulate(lengths)))
+
+    def task_at(self, position: int) -> int:
+        """The task number that stands at `position`. Raises IndexError outside [0, tasks)."""
+        self._check(position, "position")
+        index, stream = divmod(position, self.lanes)
+        run = self._run(stream)
+        place = bisect_right(run.ends, index)
+        before = run.ends[place - 1] if place else 0
+        return run.firsts[run.order.task_at(place)] + index - before
+
+    def position_of(self, task: int) -> int:
+        """Where task number `task` stands: the inverse of `task_at`. Raises IndexError outside [0, tasks)."""
+        self._check(task, "task")
+        stream = bisect_right(self.ends, task)
+        run = self._run(stream)
+        part = bisect_right(run.firsts, task) - 1
+        place = run.order.position_of(part)
+        index = task - run.firsts[part] + (run.ends[place - 1] if place else 0)
+        return stream + index * self.lanes
+
+    def longest(self, minibatch: int) -> int:
+        """Minibatches of the stream that has the most, the same in each epoch. `minibatch`: records of
+        one."""
+        full = -(-self.table.task_records // minibatch)
+        shares = [(end - first) * full for first, end in zip((0, *self.ends), self.ends, strict=False)]
+        for number, records in self.table.short_tasks:
+            shares[bisect_right(self.ends, number)] -= full - -(-records // minibatch)
+        return max(shares)
+
+    def _check(self, value: int, what: str) -> None:
+        if not 0 <= value < self.table.tasks:
+            msg = f"{what} {value} is outside [0, {self.table.tasks})"
+            raise IndexError(msg)
+
+    def _run(self, stream: int) -> _Run:
+        if stream not in self._known:
+            first, end = self.ends[stream - 1] if stream else 0, self.ends[stream]
+            cuts = self.table.task_ends
+            inside = dict.fromkeys(cuts[bisect_right(cuts, first) : bisect_left(cuts, end)])
+            firsts = (first, *inside)
+            lengths = [last - start for start, last in zip(firsts, (*inside, end), strict=True)]
+            seed = step_seed(self.seed, _OF_RUNS, stream)
+            order = EpochOrder(len(firsts), seed, self.epoch, self.shuffle)
+            ordered = (lengths[order.task_at(place)] for place in range(len(firsts)))
+            self._known[stream] = _Run(firsts, tuple(accumulate(ordered)), order)
+        return self._known[stream]
+
+
+class _Run(NamedTuple):
+    """`firsts`: the first task of each part that lies in one shard. `ends`: how many tasks of the run an
+    epoch has up to the end of each part, in its `order` of the parts."""
+
+    firsts: tuple[int, ...]
+    ends: tuple[int, ...]
+    order: EpochOrder
+
+
 REMEMBERED_ORDERS = 4
 REMEMBERED_NUMBERS = 1024
 
@@ -271,7 +358,9 @@ class Streams:
         object.__setattr__(self, "total", self.table.tasks if self.table else 1)
         object.__setattr__(self, "records", self.table.records if self.table else 0)
         order: Callable[[int], Order] = partial(EpochOrder, self.total, self.seed, shuffle=self.shuffle)
-        if self.table is not None and self.deals:
+        if self.table is not None and self.table.in_sequence:
+            order = partial(Runs, self.table, self.count, self.seed, shuffle=self.shuffle)
+        elif self.table is not None and self.deals:
             order = partial(Dealing, classes_of(self.table, self.minibatch), self.count, self.seed)
         object.__setattr__(self, "order", lru_cache(REMEMBERED_ORDERS)(order))
         object.__setattr__(self, "number", lru_cache(REMEMBERED_NUMBERS)(self._number))
@@ -279,7 +368,8 @@ class Streams:
     @property
     def deals(self) -> bool:
         """Whether the tasks are dealt in equal shares."""
-        return self.balanced and self.shuffle and self.count > 1
+        in_sequence = self.table is not None and self.table.in_sequence
+        return self.balanced and self.shuffle and self.count > 1 and not in_sequence
 
     @property
     def longest(self) -> int | None:
@@ -287,6 +377,8 @@ class Streams:
         jobs of earlier versions."""
         if self.table is None:
             return 1
+        if self.table.in_sequence:
+            return Runs(self.table, self.count, self.seed, 0, self.shuffle).longest(self.minibatch)
         if self.deals:
             return longest_share(classes_of(self.table, self.minibatch).counts, self.count)
         if self.count == 1:

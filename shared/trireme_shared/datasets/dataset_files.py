@@ -24,7 +24,13 @@ from typing import Any, BinaryIO, TypeVar
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.storage import files
 from trireme_shared.protocol.errors import DatasetError
-from trireme_shared.protocol.records.datasets import Dataset, HuggingFace, ImageFolder, Npy
+from trireme_shared.protocol.records.datasets import (
+    Dataset,
+    HuggingFace,
+    ImageFolder,
+    IterableStyle,
+    Npy,
+)
 
 T = TypeVar("T")
 
@@ -37,6 +43,8 @@ def files_of(dataset: Dataset) -> list[str]:
         return [file for folder in dataset.urls for file in arrow_files(folder, dataset.split)]
     if isinstance(dataset, ImageFolder):
         return list(dataset.urls)
+    if isinstance(dataset, IterableStyle):
+        return list(dataset.shard_names)
     chosen: list[str] = []
     for url in dataset.urls:
         as_it_is = dataset.names_code and not files.is_glob(url)

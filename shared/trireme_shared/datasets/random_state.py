@@ -31,6 +31,9 @@ T = TypeVar("T")
 # script.py`.
 START_SEED = 67280421310721
 
+#: First records of a dataset in a process, which show whether its records draw.
+PROBED = 64
+
 #: Held while code draws whose numbers matter: a forward pass in the compute thread, a record in a reader's
 # thread.
 ALONE = RLock()

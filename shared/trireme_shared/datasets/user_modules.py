@@ -251,7 +251,7 @@ def load_object(dataset: MapStyle | IterableStyle, seed: int = 0) -> Any:
     known = dataset.reader in _given
     found = _given[dataset.reader] if known else load_named(dataset.reader)
     needed: tuple[str, ...] = ("__getitem__",) if isinstance(dataset, MapStyle) else ("__iter__",)
-    if isinstance(dataset, MapStyle) and dataset.loader:
+    if dataset.loader:
         needed = "dataset", "collate_fn"
     if isinstance(found, type) or (callable(found) and not all(hasattr(found, name) for name in needed)):
         try:
@@ -265,15 +265,12 @@ def load_object(dataset: MapStyle | IterableStyle, seed: int = 0) -> Any:
             ) from error
     if not all(hasattr(found, name) for name in needed):
         msg = f"{dataset.reader} is {type(found).__name__}, which has no {needed[0]}"
-        hint = (
-            "MapStyle needs len(it) and it[number], with loader=True a DataLoader; IterableStyle needs "
-            "iter(it)"
-        )
+        hint = "MapStyle needs len(it) and it[number], IterableStyle iter(it), with loader=True a DataLoader"
         raise DatasetError(msg, hint=hint, url=dataset.reader)
     return found
 
 
-def count_object(dataset: MapStyle | IterableStyle, seed: int = 0) -> int:
+def count_object(dataset: MapStyle, seed: int = 0) -> int:
     """`records` as it is stated, else the object's length. `seed`: of the job. Raises DatasetError."""
     if dataset.records is not None:
         return dataset.records

@@ -10,7 +10,7 @@ import torch
 from torch.utils import data
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from trainer_agent.data.loaders import WeightedOrder, take_over
+from trainer_agent.data.loaders import UNCOUNTED, WeightedOrder, take_over
 from trireme_shared.protocol.errors import InvalidArgument
 
 RECORDS = 10
@@ -69,17 +69,23 @@ def test_dataset_batch_size_shuffle_drop_last_and_collate_are_kept():
     assert own.settings["shuffle"] is True
 
 
+def test_what_can_only_be_iterated_is_counted_later_and_not_shuffled():
+    taken = take_over(DataLoader(Stream(), 4, drop_last=True, collate_fn=list), "train:dataset")
+    assert (taken.count, taken.collate) == (UNCOUNTED, list)
+    assert taken.settings == {"global_batch_size": 4, "shuffle": False, "drop_last": True}
+
+
 @pytest.mark.parametrize(
     ("loader", "names", "advice"),
     [
-        (lambda: DataLoader(Stream(), 4), "the IterableDataset Stream", "__len__"),
-        (lambda: DataLoader(ITEMS, batch_size=None), "batch_size=None", "batch_size=N"),
+        (lambda: DataLoader(Stream(), batch_size=None), "batch_size=None", "batch_size=32"),
+        (lambda: DataLoader(ITEMS, batch_size=None), "batch_size=None", "batch_size=32"),
         (
             lambda: DataLoader(
                 ITEMS, batch_sampler=data.BatchSampler(data.SequentialSampler(ITEMS), 3, drop_last=False)
             ),
             "the batch_sampler BatchSampler",
-            "batch_size=N",
+            "batch_size=32",
         ),
         (lambda: DataLoader(ITEMS, shuffle=True, generator=torch.Generator()), "a generator", "seed"),
         (
@@ -145,6 +151,7 @@ def test_what_would_change_the_result_is_refused_by_name(loader, names, advice):
         (lambda: DataLoader(ITEMS, 4, shuffle=True), "shuffle or a sampler"),
         (lambda: DataLoader(ITEMS, 4, sampler=weighted()), "shuffle or a sampler"),
         (lambda: DataLoader(ITEMS, 4, drop_last=True), "drop_last=True"),
+        (lambda: DataLoader(Stream(), 4, drop_last=True), "drop_last=True"),
     ],
 )
 def test_an_evaluation_has_each_record_once(loader, names):

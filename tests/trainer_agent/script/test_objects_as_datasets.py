@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from master_service.storage.job_storage import count_records
+from master_service.storage.job_storage import count_records, runs_code
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.data import open_dataset
 from trainer_agent.script.user_module import load
@@ -22,6 +22,10 @@ CLASSES = """
 
     class Sized(Stream):
         def __len__(self): return 3
+
+    class Sharded(Stream):
+        num_shards = 2
+        def shard(self, num_shards, index): return Sharded()
 """
 
 
@@ -35,21 +39,41 @@ def script(folder, name, returned):
         ("Map()", MapStyle("objects_map:dataset", records=5)),
         ("[{'x': 1}]", MapStyle("objects_map:dataset", records=1)),
         ("Sized()", IterableStyle("objects_map:dataset", records=3)),
+        ("Stream()", IterableStyle("objects_map:dataset")),
+        ("Sharded()", IterableStyle("objects_map:dataset", shards=2)),
+        ("(n for n in range(3))", IterableStyle("objects_map:dataset")),
+        (
+            "torch.utils.data.DataLoader(Sharded(), 4)",
+            IterableStyle("objects_map:dataset", shards=2, loader=True),
+        ),
     ],
 )
 def test_an_object_with_a_length_is_described_by_its_hook(tmp_path, returned, expected):
     assert load(script(tmp_path, "objects_map", returned)).dataset() == expected
     table = count_records(expected, 2)
-    assert (table.records, table.files[0].path) == (expected.records, "objects_map:dataset")
+    shards = getattr(expected, "shards", 1)
+    assert table.records == (expected.records or 3 * shards)
+    assert table.files[0].path == f"objects_map:dataset{' shard 1 of 2' if shards > 1 else ''}"
 
 
-def test_what_cannot_be_found_again_or_has_no_length_is_refused_with_what_to_do(tmp_path):
-    with pytest.raises(InvalidArgument, match="Stream, which has no length") as caught:
-        load(script(tmp_path, "objects_stream", "Stream()")).dataset()
-    assert 'IterableStyle("objects_stream:Stream", records=N)' in str(caught.value.hint)
+def test_what_is_iterated_is_told_with_what_it_costs(tmp_path):
+    told = []
+    for name, returned in (("stream", "Stream()"), ("sharded", "Sharded()")):
+        user = load(script(tmp_path, f"objects_{name}", returned))
+        user.dataset()
+        told += user.taken_over({})
+    assert "objects_stream:dataset is iterated as one shard: its records are counted by" in told[0]
+    assert "Give it num_shards and shard(num_shards, index), or a __getitem__" in told[0]
+    assert "objects_sharded:dataset has 2 shards: its records are counted by" in told[1]
+
+
+def test_what_cannot_be_found_again_is_refused_with_what_to_do(tmp_path):
     with pytest.raises(InvalidArgument, match="which trainers find by the module's name") as caught:
         load(script(tmp_path, "objects-dash", "Map()")).dataset()
     assert "rename the file" in str(caught.value.hint)
+    with pytest.raises(InvalidArgument, match="returned dict, not a dataset") as caught:
+        load(script(tmp_path, "objects_dict", "{'train': Map(), 'test': Map()}")).dataset()
+    assert caught.value.hint == "it has several, train, test: return one of them, for example found['train']"
 
 
 @pytest.fixture
@@ -99,8 +123,7 @@ def test_items_are_records_and_errors_name_the_item():
     with pytest.raises(DatasetError, match="ends at record 5, but records 5 to 6 were counted"):
         reader.read("items_module:Items", 5, 2)
     assert count_records(MapStyle("items_module:Items"), 3).records == 4
-    with pytest.raises(DatasetError, match="has no length"):
-        count_records(IterableStyle("items_module:numbers"), 3)
+    assert count_records(IterableStyle("items_module:numbers"), 3).records == 10
     with pytest.raises(DatasetError, match="is int, which has no __getitem__"):
         count_records(MapStyle("items_module:nothing"), 3)
 
@@ -110,9 +133,9 @@ def test_an_iterable_goes_on_where_it_is_and_begins_anew_for_what_lies_behind():
     import items_module
 
     reader = open_dataset(IterableStyle("items_module:numbers", records=10))
-    xs = [list(reader.read("", first, 2).minibatch([0, 1])) for first in (2, 4, 8, 0)]
+    xs = [list(reader.read("items_module:numbers", first, 2).minibatch([0, 1])) for first in (2, 4, 8, 0)]
     assert xs == [[{"x": n}, {"x": n + 1}] for n in (2, 4, 8, 0)]
-    assert len(items_module.begun) == 2
+    assert len(items_module.begun) == 3, "once to see that it can be made"
     with pytest.raises(DatasetError, match="ends at record 10, but records 9 to 10 were counted"):
         reader.read("", 9, 2)
 
@@ -132,6 +155,63 @@ def test_objects_of_a_loop_of_ones_own_are_described_by_where_they_were_given(tm
     described = user.dataset()
     assert described == MapStyle("own_loop_objects:dataset", records=1)
     assert list(open_dataset(described).read("", 0, 1).minibatch([0])) == [{"x": 1.0}]
+    user.loop.close()
+
+
+OWN_LOOP = """
+import torch, trireme
+
+class Stream(torch.utils.data.IterableDataset):
+    num_shards = 2
+
+    def __init__(self, lengths=(3, 5)):
+        self.lengths = lengths
+
+    def shard(self, num_shards, index):
+        return Stream(self.lengths[index:index + 1])
+
+    def __iter__(self):
+        return ({{"x": float(n)}} for length in self.lengths for n in range(length))
+
+def main():
+    net = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, batches = trireme.prepare(net, sgd, {dataset}, global_batch_size=2)
+    for batch in batches:
+        trireme.backward(model(batch["x"][:, None]).mean())
+        optimizer.step()
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dataset", "loader"), [("Stream()", False), ("torch.utils.data.DataLoader(Stream(), 2)", True)]
+)
+def test_what_is_made_inside_of_prepare_and_iterated_is_counted_there(tmp_path, dataset, loader):
+    """The master cannot: it would have to run the loop."""
+    name = f"own_loop_stream_{loader}"
+    (tmp_path / f"{name}.py").write_text(OWN_LOOP.format(dataset=dataset))
+    user = load(tmp_path / f"{name}.py")
+    described = user.dataset()
+    assert described == IterableStyle(f"{name}:dataset", shards=2, shard_records=(3, 5), loader=loader)
+    assert not runs_code(described)
+    table = count_records(described, 2)
+    assert [file.records for file in table.files] == [3, 5]
+    place = table.locate(table.tasks - 1)
+    read = open_dataset(described).read(place.file, place.first, place.count, place.offset)
+    assert list(read.minibatch([0])) == [{"x": 4.0}]
+    user.loop.close()
+
+
+def test_an_iterator_made_inside_of_prepare_is_refused_because_it_ends_once(tmp_path):
+    path = tmp_path / "own_loop_iterator.py"
+    path.write_text(OWN_LOOP.format(dataset="iter(Stream())"))
+    user = load(path)
+    with pytest.raises(
+        InvalidArgument, match="as dataset generator, which can be iterated once only"
+    ) as caught:
+        user.dataset()
+    assert "def data(): return" in str(caught.value.hint)
     user.loop.close()
 
 

@@ -55,6 +55,34 @@ def source(threads: list[str]) -> TaskSource:
     )
 
 
+LOADER = """
+import torch
+
+def dataset():
+    return torch.utils.data.DataLoader([{"x": 1.0}] * 6, batch_size=3, shuffle=True, drop_last=True)
+"""
+
+
+async def test_what_the_data_loader_says_otherwise_than_a_job_made_by_rest_is_told(tmp_path, monkeypatch):
+    (tmp_path / "loader_of_rest.py").write_text(LOADER)
+    monkeypatch.syspath_prepend(tmp_path)
+    told: list[str] = []
+
+    async def at_once(work: Any, *arguments: Any) -> Any:
+        return work(*arguments)
+
+    for size in (3, 4):
+        dataset = MapStyle("loader_of_rest:dataset", records=6, loader=True)
+        spec = SPEC.with_fields(dataset=dataset, global_batch_size=size, drop_last=True)
+        made = TaskSource(spec, Hearing(), "t", at_once, warn=told.append)  # type: ignore[arg-type]
+        await made.make_datasets()
+    sentence = (
+        "the job has global_batch_size = 4, and the DataLoader of loader_of_rest:dataset says 3: the job's "
+        "counts; to train as the DataLoader says, create the job with global_batch_size = 3"
+    )
+    assert told == [sentence]
+
+
 async def test_a_task_at_which_a_process_died_is_read_while_nothing_is_computed():
     threads: list[str] = []
     made = source(threads)

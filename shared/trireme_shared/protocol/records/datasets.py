@@ -135,7 +135,7 @@ class _InCode(_Dataset):
     without arguments that returns it. `urls` is that name again.
 
     An item is a record: a dict, or a tuple whose values `columns` names (else x and y), or one value (x).
-    `records`: how many there are; None where the object has a length.
+    `records`: how many there are; None where the object has a length, or is counted by iterating it once.
     """
 
     names_code: ClassVar[bool] = True
@@ -180,13 +180,50 @@ class MapStyle(_InCode):
 
 
 class IterableStyle(_InCode):
-    """Items of an object that can only be iterated, always in the same order: an `IterableDataset` with a
-    stated length.
+    """Items of an object that can only be iterated, always the same in the same order: a torch
+    `IterableDataset`, a dataset that Hugging Face's `datasets` streams, an object with `__iter__`.
 
-    A trainer skips the items before its task's, and begins anew for a task that lies behind.
+    With `shards` the object has `shard(num_shards, index)`, and a task lies in one of them. A trainer keeps
+    an iterator for each of its lanes, skips the items before its first task in a shard, and begins the shard
+    anew for a task that lies behind.
     """
 
     kind: Literal["iterable_style"] = "iterable_style"
+    shards: int = Field(
+        default=1, ge=1, le=1_000_000, description="Parts of the object that can be iterated by themselves."
+    )
+    shard_records: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, description="Records of each shard; null: they are counted by iterating it once."
+    )
+    loader: bool = Field(
+        default=False,
+        description="The object is a torch.utils.data.DataLoader; the items are those of its dataset, and a "
+        "minibatch is made by its collate_fn.",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> IterableStyle:
+        if self.shards > 1 and self.records is not None:
+            raise ValueError("records is the length of one shard: leave it out, or state shard_records")
+        if self.shard_records is not None and len(self.shard_records) != self.shards:
+            raise ValueError(f"{len(self.shard_records)} shard_records and {self.shards} shards")
+        if self.loader and self.columns is not None:
+            raise ValueError("with loader=True columns are none")
+        return self
+
+    @property
+    def stated(self) -> dict[str, int] | None:
+        """Records by the name of the shard, if nobody has to count them."""
+        counts = (self.records,) if self.shard_records is None else self.shard_records
+        found = {name: n for name, n in zip(self.shard_names, counts, strict=False) if n is not None}
+        return found if len(found) == self.shards else None
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """What the shards are called, in tables of files and in messages."""
+        if self.shards == 1:
+            return (self.reader,)
+        return tuple(f"{self.reader} shard {number + 1} of {self.shards}" for number in range(self.shards))
 
 
 class TFRecord(_Dataset):
