@@ -177,13 +177,13 @@ async def test_values_that_come_back_after_a_change_come_again():
     assert puller.current == await whole(pserver, 2)
 
 
-async def test_a_version_without_data_changes_no_buffer():
+async def test_a_version_without_data_changes_nothing():
     pserver, _ = await initialised(LAYOUT)
     puller = Puller()
     await puller.step(pserver, 0)
     empty = stream(*((PushBlock(block=number, lanes=(0, 4), count=0), b"") for number in BLOCKS))
     await pserver.push(push_header(0), empty)
-    assert await puller.step(pserver, 1) == [PARAMETER]
+    assert await puller.step(pserver, 1) == []
     assert puller.current == await whole(pserver, 1)
 
 

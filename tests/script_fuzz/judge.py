@@ -36,7 +36,7 @@ def judge(script: Script, part: int | None = None, tally: Counter[str] | None = 
     found = {name: surface(script) for name, surface in surfaces.items()}
     for name, outcome in found.items():
         kind = "asynchronous" in name
-        if problem := problem_of(script, outcome, *expected[kind], script.names(asynchronous=kind)):
+        if problem := problem_of(script, outcome, *expected[kind], script.names(name)):
             wrong[name] = problem
         if tally is not None:
             tally[_fate(outcome, problem, *expected[kind])] += 1

@@ -13,7 +13,7 @@ STEP = 3  # the step at which a mutation that waits for one acts, counted from 0
 class Mutation:
     """Code for the places of a script (see script.py). `names`: words of which a refusal must have one,
     ignoring case; () means that the script has to be trained with the bits of plain PyTorch. `async_names`:
-    those of asynchronous jobs alone.
+    those of asynchronous jobs alone; `loop_names`: those of loops of a script's own alone.
 
     Statements: `head` at the module's top; `init` and `forward` in the model's class, where `h` is the hidden
     layer; `build` with the model `m`; `prepared` with the model `m` and its `opt`; `loss` with `model`,
@@ -31,6 +31,7 @@ class Mutation:
     name: str
     names: tuple[str, ...] = ()
     async_names: tuple[str, ...] = ()
+    loop_names: tuple[str, ...] = ()
     head: str = ""
     init: str = ""
     forward: str = ""

@@ -161,11 +161,13 @@ class Script:
         np.save(self.x, numbers.standard_normal((RECORDS, 5)).astype(np.float32))
         np.save(self.y, numbers.integers(0, 3, RECORDS))
 
-    def names(self, *, asynchronous: bool = False) -> tuple[str, ...]:
+    def names(self, surface: str) -> tuple[str, ...]:
         """Words of which a refusal must have one."""
         found = [mutation.names for mutation in self.mutations]
-        if asynchronous:
+        if "asynchronous" in surface:
             found += [mutation.async_names for mutation in self.mutations]
+        if "loop" in surface:
+            found += [mutation.loop_names for mutation in self.mutations]
         return tuple(name for names in found for name in names)
 
     @property

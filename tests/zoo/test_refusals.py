@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer_agent.own_loop.scripts import write_loop
 from tests.trainer_agent.scripts import spec_for
-from tests.zoo.models import ACTOR_CRITIC, GAN, TWO_OPTIMIZERS_OF_A_GAN, ZOO, Model
+from tests.zoo.models import ACTOR_CRITIC, ZOO, Model
 from tests.zoo.training import spec_of, write_script
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.inspect import first_records
@@ -19,11 +19,6 @@ from trainer_agent.script.user_module import load
 from trireme.plain import run
 from trireme_shared.protocol.errors import TriremeError
 
-ONE = (
-    'make one with a group for each: Adam([{"params": model.generator.parameters(), "lr": 1e-4}, {"params": '
-    'model.discriminator.parameters(), "lr": 4e-4}]), and let the loss be the sum of both losses, each '
-    "without gradients for the parameters of the other (docs/habits.md)"
-)
 EMA = "averages of parameters are trireme.nn.Ema(module, decay)"
 UPDATED = (
     "called update_parameters of an AveragedModel; that would run once for each minibatch that this trainer "
@@ -90,33 +85,26 @@ def optimizer(model):
     made.register_step_post_hook(lambda *_: averaged.update_parameters(model))
     return made
 """
+ONE = (
+    ACTOR_CRITIC
+    + "both = loss\n\ndef optimizer(model):\n    return torch.optim.Adam(model.parameters(), lr=0.01)\n"
+)
 REFUSED = {
-    "two optimizers": (
-        GAN + TWO_OPTIMIZERS_OF_A_GAN,
-        "optimizer(model) returned a list of 2 optimizers (Adam); a job has one, and one loss",
-        ONE,
-    ),
-    "two optimizers by name": (
-        ACTOR_CRITIC
-        + "def optimizer(model):\n    return {'actor': torch.optim.Adam(model.actor.parameters()), "
-        "'critic': torch.optim.SGD(model.critic.parameters(), lr=0.1)}\n",
-        "optimizer(model) returned a dict of 2 optimizers (Adam, SGD); a job has one, and one loss",
-        ONE,
-    ),
-    "a loss for each": (
-        ACTOR_CRITIC
-        + "def loss(model, batch):\n    return dict(zip(('actor', 'critic'), losses(model, batch)))\n",
+    "a loss for each of one optimizer": (
+        ONE + "def loss(model, batch):\n    return dict(zip(('actor', 'critic'), both(model, batch)))\n",
         (
-            'InvalidArgument: loss returned a dict with actor, critic; its entry "loss" is what is trained, '
-            "of several losses their sum (docs/habits.md)"
+            'InvalidArgument: loss returned a dict with actor, critic; its entry "loss" is what is trained: '
+            "of several losses their sum; or let optimizer(model) return a dict with an optimizer for each "
+            "(docs/habits.md)"
         ),
         "",
     ),
     "a tuple of losses": (
-        ACTOR_CRITIC + "def loss(model, batch):\n    return losses(model, batch)\n",
+        ONE,
         (
             "TypeError: loss(model, batch) returned tuple; return the minibatch's mean loss, a scalar with a "
-            "gradient; other numbers stand beside it in a dict: {'loss': loss, 'accuracy': accuracy}"
+            "gradient; other numbers stand beside it in a dict: {'loss': loss, 'accuracy': accuracy}; "
+            "several losses are for as many optimizers, in a list as well (docs/habits.md)"
         ),
         "",
     ),
@@ -137,8 +125,8 @@ REFUSED = {
             "only the optimizer may "
             "change parameters, because trainers do not share other changes (nn.Embedding "
             "does it with max_norm: "
-            f"leave that out; {EMA}, docs/buffers.md; a second optimizer is a group of the first one, "
-            "docs/habits.md)"
+            f"leave that out; {EMA}, docs/buffers.md; a second optimizer stands beside the first one in what "
+            "optimizer(model) returns, and neither is stepped by the script, docs/habits.md)"
         ),
         "",
     ),
@@ -149,7 +137,8 @@ REFUSED = {
             "which ...; trainers do "
             "not share such changes: make it a floating-point buffer (register_buffer), which they share; "
             f"{EMA} "
-            "(docs/buffers.md); those of a second optimizer are a group of the first one (docs/habits.md)"
+            "(docs/buffers.md); those of a second optimizer stand with it in what optimizer(model) "
+            "returns (docs/habits.md)"
         ),
         "",
     ),
@@ -203,13 +192,14 @@ BATCHES = (
     "    optimizer.step()\n"
 )
 LOOPS = {
-    "two optimizers": (
+    "a parameter in two optimizers": (
         {
             "prepare": SECOND
             + "model, optimizer, batches = trireme.prepare(model, [optimizer, second], dataset)"
         },
-        "InvalidArgument: trireme.prepare got a list of 2 optimizers (SGD); a job has one, and one loss; "
-        + ONE.replace("Adam", "SGD"),
+        "InvalidArgument: trireme.prepare got optimizers 0 and 1, which both hold a parameter (number 0 of "
+        "1, of shape [24, 24]); give each parameter to one of them; a parameter that two losses train belongs "
+        "to one optimizer, with the sum of both losses",
     ),
     "a second optimizer beside": (
         {
@@ -219,8 +209,8 @@ LOOPS = {
             "RuntimeError: the script's loop changed the parameter 4.weight; only the optimizer may change "
             "parameters, because trainers do not share other changes (nn.Embedding does "
             "it with max_norm: leave "
-            f"that out; {EMA}, docs/buffers.md; a second optimizer is a group of "
-            f"the first one, docs/habits.md)"
+            f"that out; {EMA}, docs/buffers.md; a second optimizer stands beside the first one in "
+            "what optimizer(model) returns, and neither is stepped by the script, docs/habits.md)"
         ),
     ),
     "torch's averages": (

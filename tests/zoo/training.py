@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch.utils.data import WeightedRandomSampler
 
 from tests.trainer_agent.scripts import lane_batches, spec_for
 from tests.zoo.models import Model
@@ -129,7 +130,9 @@ def plainly(folder: Path, model: Model, spec: JobSpec) -> Trained:
 def order_of(user: ModuleType, spec: JobSpec) -> Sequence[Callable[[int, int], int]]:
     """Which records a weighted sampler draws in a job: nothing if there is none."""
     sampler = getattr(user.dataset(), "sampler", None)
-    return () if sampler is None else (WeightedOrder(sampler.weights.numpy(), spec.seed).drawn,)
+    if not isinstance(sampler, WeightedRandomSampler):
+        return ()
+    return (WeightedOrder(sampler.weights.numpy(), spec.seed).drawn,)
 
 
 def batch_of(user: ModuleType, columns: Mapping[str, torch.Tensor]) -> Any:

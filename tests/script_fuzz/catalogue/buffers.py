@@ -73,7 +73,8 @@ BUFFERS += [
         forward="h = h + 0.1 * self.ema(x)",
         **EMA,
     ),
-    Mutation("an average of the whole model", build="m.ema = trireme.nn.Ema(m, 0.8)", **EMA),
+    # an LSTM in the model would be refused
+    Mutation("an average of the whole model", build="m.ema = trireme.nn.Ema(m, 0.8)", alone=True, **EMA),
     Mutation(
         "an average of a parametrized layer",
         init="self.normed = parametrizations.weight_norm(nn.Linear(8, 8))\n"
@@ -99,6 +100,7 @@ BUFFERS += [
         init="self.ema = trireme.nn.Ema(self.first, 0.8)",
         forward="h = h + 0.1 * self.ema(x)",
         loss="model.ema.follow()",
+        alone=True,  # a gradient of its input needs the values from before
         **EMA,
     ),
     Mutation(

@@ -196,6 +196,8 @@ LOSS = [
     Mutation("gradients forgotten in the loss", loss="model.zero_grad()"),
     Mutation(
         "unfrozen at a step",
+        async_names=("changed requires_grad",),
+        loop_names=("changed requires_grad",),
         init="self.late = nn.Linear(8, 8)",
         forward="h = self.late(h)",
         build="m.late.requires_grad_(False)",
@@ -203,6 +205,8 @@ LOSS = [
     ),
     Mutation(
         "frozen at a step",
+        async_names=("changed requires_grad",),
+        loop_names=("changed requires_grad",),
         init="self.soon = nn.Linear(8, 8)",
         forward="h = self.soon(h)",
         loss=waits(

@@ -219,7 +219,9 @@ def test_a_dataset_without_records_to_read_is_named(tmp_path, capsys, reader, fi
 
 def test_an_error_in_the_first_minibatch_says_so(tmp_path, capsys):
     _, found = inspected(write_script(tmp_path, loss="def loss(model, batch):\n    return 1 / 0\n"), capsys)
-    assert found["error"]["details"]["task"] == "the first minibatch"
+    assert found["error"]["details"]["task"] == (
+        "the first minibatch, where batch = {'x': float32 (32, 5), 'y': int64 (32,)}"
+    )
 
 
 def test_records_that_make_no_batch_show_what_to_do_and_no_frames_of_ours(tmp_path, capsys):

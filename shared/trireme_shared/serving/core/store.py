@@ -23,7 +23,7 @@ from trireme_shared.blocks.snapshot import Snapshot
 from trireme_shared.protocol.errors import BadFrame, InvalidArgument, LayoutMismatch, WrongOwner
 from trireme_shared.protocol.lanes import Interval, gaps, intervals
 from trireme_shared.protocol.records import Mode, SlotMap
-from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Layout
+from trireme_shared.protocol.records.layout import ELEMENT_BYTES, ROWS, Block, Layout
 from trireme_shared.protocol.records.step import LanePosition, NodeResult
 from trireme_shared.protocol.wire.messages import (
     EpochLedger,
@@ -99,6 +99,10 @@ class Pushes(Protocol):
     ) -> Verdict:
         """Apply one block's gradient. `lent`: `value` may only be read; it is copied if the optimizer would
         write into it."""
+        ...
+
+    def leaves_alone(self, push: Push, place: Block, lanes: Interval) -> bool:
+        """Whether these lanes say that the step leaves all parameters of a block as they are."""
         ...
 
     def settle(self, state: BlockState) -> bool:
@@ -278,6 +282,8 @@ class Store:
         if item.count < 0 or not _fits(state, item, payload.nbytes):
             return Verdict.LAYOUT_MISMATCH
         if item.count and not payload.nbytes:  # a buffer that forward left as it was, or frozen parameters
+            if state.is_stepped and not self.pushes.leaves_alone(push, place, item.lanes):
+                return Verdict.LAYOUT_MISMATCH
             unchanged = state.current.tensor if self.pushes.keeps_unchanged and state.is_buffer else None
             return self._taken(push, state, item, unchanged, None, lent=True)
         if item.dtype is not None and item.count:
@@ -304,6 +310,11 @@ class Store:
             return (
                 f"{size} bytes of {item.dtype or place.dtype}: expected {place.elements} elements of "
                 f"{place.dtype}{also}"
+            )
+        if item.count and not size and state.is_stepped:
+            return (
+                f"no gradient from lanes {item.lanes}, which do not say that they leave all parameters of "
+                f"the block alone: expected {place.elements} elements of {place.dtype}"
             )
         return (
             f"{item.dtype or place.dtype} in lanes {item.lanes} of {self.lanes}: expected a node of "

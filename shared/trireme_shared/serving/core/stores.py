@@ -61,7 +61,8 @@ class StepPushes:
 
     def __init__(self, layout: Layout, lanes: int, history: History, clipping: Clipping) -> None:
         self._layout, self._lanes, self._history, self._clipping = layout, lanes, history, clipping
-        self._freezing = Freezing(ParameterParts(layout))
+        self._parts = ParameterParts(layout)
+        self._freezing = Freezing(self._parts)
         self.held_step = -1
         self._no_options: Options = {}
         self._options_of_step: tuple[int, tuple[Options, ...]] = (-1, ())
@@ -117,6 +118,13 @@ class StepPushes:
         if state.version == before and state.held:
             self.held_step = before
         return verdict
+
+    def leaves_alone(self, push: Push, place: Block, lanes: Interval) -> bool:
+        result, numbers = push.results.get(lanes), self._parts.numbers_in(place)
+        if result is None or not numbers or not self._layout.sizes:
+            return False
+        left = (*(result.frozen or ()), *result.resting)
+        return len(self._parts.frozen_in(place, left)) == len(numbers)
 
     def settle(self, state: BlockState) -> bool:
         norm = self._history.norm(state.version) if state.held else None
@@ -201,6 +209,9 @@ class ArrivalPushes:
             own.release()
         ledger.enter(push.header, push.task, index)
         return verdict
+
+    def leaves_alone(self, push: Push, place: Block, lanes: Interval) -> bool:  # noqa: ARG002
+        return False  # each push has a gradient
 
     def settle(self, state: BlockState) -> bool:  # noqa: ARG002
         return False
