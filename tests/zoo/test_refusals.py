@@ -197,9 +197,11 @@ LOOPS = {
             "prepare": SECOND
             + "model, optimizer, batches = trireme.prepare(model, [optimizer, second], dataset)"
         },
-        "InvalidArgument: trireme.prepare got optimizers 0 and 1, which both hold a parameter (number 0 of "
-        "1, of shape [24, 24]); give each parameter to one of them; a parameter that two losses train belongs "
-        "to one optimizer, with the sum of both losses",
+        (
+            "InvalidArgument: trireme.prepare got optimizers 0 and 1, which both hold a parameter (number 0 "
+            "of 1, of shape [24, 24]); give each parameter to one of them; a parameter that two losses train "
+            "belongs to one optimizer, with the sum of both losses"
+        ),
     ),
     "a second optimizer beside": (
         {
