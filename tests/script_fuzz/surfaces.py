@@ -99,6 +99,7 @@ def _evaluated(script: Script, module: Mapping[str, Any], model: torch.nn.Module
     objects, rows = module["evaluation_metrics"](), module["rows"]()
     table = count_records(spec.dataset, TaskSizes.evaluated(spec), seed=spec.seed)
     buffers = [buffer.clone() for buffer in model.buffers()]
+    collate = module.get("collate", default_collate)  # of the script; a DataLoader's is for what it loads
     for task in range(table.tasks):
         place = table.locate(task)
         for number in range(minibatches_in(place.count, spec.minibatch_size)):
@@ -108,7 +109,7 @@ def _evaluated(script: Script, module: Mapping[str, Any], model: torch.nn.Module
             first = place.first + number * spec.minibatch_size
             last = min(first + spec.minibatch_size, place.first + place.count)
             with torch.no_grad():
-                module["evaluate"](model.eval(), default_collate(rows[first:last]), objects)
+                module["evaluate"](model.eval(), collate(rows[first:last]), objects)
     found = {name: torch.as_tensor(each.compute()).reshape(-1).tolist() for name, each in objects.items()}
     return {
         name if len(values) == 1 else f"{name}.{number}": value
