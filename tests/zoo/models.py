@@ -418,6 +418,27 @@ def dataset():
 def model():
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
 """
+THAWING = """
+class Thawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(5, 16), nn.Tanh()), nn.Linear(16, 3)
+        self.body.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+def model():
+    return Thawing()
+
+def loss(model, batch):
+    if model.training:
+        model.steps += 1
+    model.body.requires_grad_(5 < int(model.steps) < 25)
+    model.head.requires_grad_(not 15 < int(model.steps) < 20)
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+"""
 PLAIN_BODY = """
 def model():
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -474,6 +495,7 @@ ZOO = {
     "VQ-VAE": Model(VQ_VAE, falls=1.5),
     "GNN": Model(GNN, falls=1.5, data=graphs),
     "LoRA": Model(LORA + CROSS_ENTROPY, falls=2),
+    "layers that thaw and freeze": Model(THAWING + SGD, falls=1.5),
     "torch.compile": Model(COMPILED.replace("{backend}", "aot_eager") + CROSS_ENTROPY + SGD, falls=2),
     "GAN": Model(GAN_MODEL + GAN, falls=2, beside=BOTH_STEPS_OF_A_GAN, data=points),
     "GAN in turns": Model(GAN_MODEL + GAN_IN_TURNS, falls=2, beside=TURNS_OF_A_GAN, data=points),

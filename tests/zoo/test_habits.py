@@ -122,6 +122,7 @@ def final(model, x, y):
     "a `WeightedRandomSampler` with replacement, `num_workers`": "weighted sampler",
     "`load_dataset(..., streaming=True)`, an `IterableDataset`": "streaming by Hugging Face's datasets",
     "a frozen backbone, adapters (LoRA)": "LoRA",
+    "`requires_grad_(epoch >= 2)`: layers that thaw or freeze later": "layers that thaw and freeze",
     "`torch.compile(model)`": "torch.compile",
     "`AveragedModel(model)`, `update_parameters` after each step": "trireme.nn.Ema",
     "a key encoder and a queue (MoCo)": "MoCo",
