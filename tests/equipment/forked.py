@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import cache, partial
@@ -257,6 +258,7 @@ def _wait_to_serve(to_us: socket.socket, launcher: int) -> None:
             environment = json.loads(message)
             os.environ.clear()
             os.environ.update(environment)
+            tempfile.tempdir = None
             _write_through()
             fork_server.main()
     finally:  # it holds no state, and what its launcher registered for an end is not its own

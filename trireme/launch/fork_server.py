@@ -27,6 +27,7 @@ import runpy
 import select
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -157,6 +158,7 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(request.environment)
+        tempfile.tempdir = None  # what is imported here may have asked for it
         setproctitle.setproctitle(request.title)
         if "numpy" in sys.modules:  # Python reseeds its own generator; torch's starts the same everywhere
             importlib.import_module("numpy.random").seed()

@@ -89,7 +89,7 @@ def ask_in_sequence(fuzzed: Fuzzed, schema: Any, scenarios: int = SCENARIOS) -> 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("scenarios", "least_in_sequence", "each_way", "least"),
-    [(SCENARIOS, 500, EACH_WAY, 800), pytest.param(96, 2800, 20, 4800, marks=pytest.mark.soak)],
+    [(SCENARIOS, 450, EACH_WAY, 800), pytest.param(96, 2800, 20, 4800, marks=pytest.mark.soak)],
     ids=["few", "many"],
 )
 def test_schemathesis_finds_nothing(

@@ -13,7 +13,7 @@ CLASSES = {
         "lr=0.1",
         "lr=0.1, momentum=0.9, nesterov=True",
         "lr=0.1, momentum=0.8, dampening=0.1, weight_decay=0.01",
-        "lr=0.1, maximize=True",
+        "lr=0.01, maximize=True",
         "lr=0.1, foreach=True",
         "lr=0.1, foreach=False, momentum=0.5",
         "lr=0.1, fused=True, momentum=0.9",

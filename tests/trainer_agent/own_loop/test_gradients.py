@@ -235,5 +235,7 @@ async def test_what_means_something_else_in_a_job_is_an_event_of_it(tmp_path, na
         state = await made.ended()
         assert state.phase is Phase.COMPLETED, state
         told = {event.message for event in made.master.events.after(0, 1000) if event.name == "warning"}
+    # the loop of the other trainer, in this process, has a model of its own
+    told = {message for message in told if "of a module beside the model" not in message}
     assert len(told) == len(said)
     assert all(part in text for part, text in zip(said, told, strict=True)), told
