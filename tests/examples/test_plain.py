@@ -262,7 +262,7 @@ def test_python_script_tells_a_user_error_once_without_our_own_frames(tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-2:] == [
         "ZeroDivisionError: division by zero",
-        "in the first minibatch",
+        "in the first minibatch, where batch = {'x': float32 (2, 3), 'y': float32 (2,)}",
     ]
     assert "trireme/plain.py" not in done.stderr
     assert done.stderr.count("Traceback") == 1

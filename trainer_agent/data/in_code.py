@@ -10,7 +10,7 @@ its own, and the generators are put back behind it (Drawing):
         ─► generators as they were
     record of one that does not         read, beside whatever runs
 
-Whether a dataset draws is found out with its first records, and looked at again with one record of each task.
+Whether a dataset draws is found out with its first records, and looked at again with one of LOOK_EVERY.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from trireme_shared.protocol.errors import DatasetError, InvalidArgument, is_int
 from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle
 
 EVALUATION = -1
+LOOK_EVERY = 64  # records: forward passes wait for each that is looked at
 TURN_S = 0.005  # then forward may go on
 T = TypeVar("T")
 _epoch: ContextVar[int] = ContextVar("epoch", default=EVALUATION)
@@ -58,7 +59,7 @@ class Drawing:
     def __init__(self, what: str, seed: int, *, by_epoch: bool = True) -> None:
         self._what, self._seed, self._by_epoch = what, seed, by_epoch
         self._generator = ""  # which one it draws from
-        self._read = 0
+        self._read = self._looked = 0
         self._late = ""
 
     def __repr__(self) -> str:
@@ -71,7 +72,7 @@ class Drawing:
         self._check()
         done = 0
         while done < len(numbers):
-            if self._generator or self._read < PROBED or done == 1:
+            if self._generator or self._read < PROBED or self._read - self._looked >= LOOK_EVERY:
                 for value in self._alone(seed, numbers[done:], read):
                     done += 1
                     yield value
@@ -91,6 +92,7 @@ class Drawing:
                 if before is not None and (drawn := before.differs()):
                     self._found(drawn, number)
                 self._read += 1
+                self._looked = self._read
                 if clock.monotonic() > until or not (self._generator or self._read < PROBED):
                     break
         return found

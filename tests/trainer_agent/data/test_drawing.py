@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer_agent.data import open_dataset
-from trainer_agent.data.in_code import PROBED, reading
+from trainer_agent.data.in_code import LOOK_EVERY, PROBED, reading
 from trireme_shared.datasets.random_state import Generators, seed_everything, seeded
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle
@@ -144,10 +144,10 @@ def test_records_that_do_not_draw_are_read_while_others_compute():
 
 def test_a_dataset_that_draws_only_after_many_records_is_refused_by_name():
     reader = open_dataset(MapStyle("drawing_items:Late"), 3)
-    read(reader, 0, 280)
+    read(reader, 0, PROBED + 2 * LOOK_EVERY)
     for _ in range(2):
         with pytest.raises(
-            InvalidArgument, match=r"record 301 of drawing_items:Late draws from .* of numpy\.random"
+            InvalidArgument, match=r"record 300 of drawing_items:Late draws from .* of numpy\.random"
         ) as caught:
-            read(reader, 300, 20)
+            read(reader, 300, LOOK_EVERY)
         assert "let each record draw, or none" in caught.value.hint

@@ -83,8 +83,10 @@ PARTS = {
 
 
 def spec_of(tmp_path, name, monkeypatch, **values):
-    """The first records of a dataset are read alone, and none here: computing waits for them."""
+    """The first records of a dataset, and some later ones, are read alone, and none here: computing waits for
+    them."""
     monkeypatch.setattr("trainer_agent.data.in_code.PROBED", 0)
+    monkeypatch.setattr("trainer_agent.data.in_code.LOOK_EVERY", 1000)
     script = write_script(tmp_path, name, **PARTS)
     return spec_for(
         script,
