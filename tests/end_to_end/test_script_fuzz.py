@@ -58,11 +58,15 @@ def trained(trireme, script, *, loop, strategy):
 )
 def test_trained_ones_have_the_bits_of_plain_pytorch(tmp_path, trireme, seed, loop, strategy):
     free = [
-        each for each in CATALOGUE if not each.is_single and each.in_loops_only == (loop and bool(seed % 2))
+        each
+        for each in CATALOGUE
+        if not each.is_single and each.in_loops_only == (loop and bool(seed % 2))
+        if not (loop and each.loop_names)
     ]
     script = Script(tmp_path, together(random.Random(seed), free, 6))
     found, _ = trained(trireme, script, loop=loop, strategy=strategy)
-    assert differences(found, reference(script)) == []
+    expected, _ = reference(script)
+    assert differences(found, expected) == []
 
 
 @pytest.mark.soak
