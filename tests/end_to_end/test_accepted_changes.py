@@ -88,7 +88,7 @@ class Plain:
             yield from plain.epoch_minibatches(spec, self._table, epoch)
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", "collective"])
+@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("collective", marks=pytest.mark.soak)])
 def test_accepted_changes_give_the_bits_of_plain_pytorch_that_changes_its_options(
     trireme, tmp_path, strategy
 ):

@@ -120,7 +120,7 @@ async def test_a_parameter_server_killed_and_one_frozen_beyond_its_lease_change_
         assert (cluster.deaths["pserver-1"], cluster.deaths["pserver-0"] <= 1) == (1, True)
 
 
-@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("tls", [pytest.param(False, marks=pytest.mark.soak), True])
 async def test_over_tcp_a_killed_trainer_and_a_killed_parameter_server_change_no_bit(
     tmp_path, undisturbed, tls, monkeypatch
 ):

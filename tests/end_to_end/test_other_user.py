@@ -141,6 +141,7 @@ def submit_to_cluster(trireme: Command, script: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.soak
 def test_another_user_reads_changes_and_kills_nothing_of_a_run_and_of_a_cluster(open_folder: Path) -> None:
     script = write_script(open_folder, head=f"{HEAD}\nimport beside\n", loss=UNHURRIED_LOSS)
     (open_folder / "beside.py").write_text("SENT = 'with the script'\n")

@@ -128,11 +128,13 @@ def test_a_loop_of_ones_own_differs_from_a_plain_one_by_five_lines_which_the_doc
     assert [row[1] for row in shown] == [line.strip() for line in come]
 
 
+@pytest.mark.soak
 def test_the_plain_loop_learns_digits(tmp_path):
     done = python("digits/plain_loop.py", DIGITS_DATA=str(tmp_path))
     assert metrics(done.stdout)["accuracy"] > 0.93
 
 
+@pytest.mark.soak
 def test_a_new_head_learns_on_the_frozen_trunk_of_another_job(tmp_path):
     def trained(name: str, *flags: str) -> dict[str, float]:
         done = python(

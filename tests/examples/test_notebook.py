@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "notebook" / "trireme.ipynb"
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq", "ignore::ResourceWarning")

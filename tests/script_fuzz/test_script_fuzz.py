@@ -21,7 +21,7 @@ from trainer_agent.model.watch.unshared_state import UnsharedState
 
 SHARES = 8  # so that several processes of a test run have some
 SOAKED = 500
-IN_CI = 60
+IN_CI = 48
 
 
 pytestmark = pytest.mark.timeout(600)  # on a busy machine
