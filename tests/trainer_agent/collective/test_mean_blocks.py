@@ -72,6 +72,14 @@ def without_data(store: MeanStore, block: int) -> None:
     )
 
 
+def test_a_gradient_without_payload_is_refused_from_lanes_that_do_not_leave_its_parameters_alone():
+    store = begun(set(BLOCKS))
+    item = PushBlock(block=0, lanes=(0, 1), count=1, result=NodeResult())
+    admitted = store.admit(push_header(0, lanes=range(LANES)))
+    assert store.apply(admitted, item, memoryview(b"")) is Verdict.LAYOUT_MISMATCH
+    assert push(store, 0, 0, 0) is Verdict.APPLIED
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_step_without_data_keeps_buffers_that_were_not_known_when_the_store_began(ahead):
     """A trainer that joins follows the others' versions before it has the values of any."""

@@ -282,7 +282,7 @@ class Store:
         if item.count < 0 or not _fits(state, item, payload.nbytes):
             return Verdict.LAYOUT_MISMATCH
         if item.count and not payload.nbytes:  # a buffer that forward left as it was, or frozen parameters
-            if state.is_stepped and not self.pushes.leaves_alone(push, place, item.lanes):
+            if not state.is_buffer and not self.pushes.leaves_alone(push, place, item.lanes):
                 return Verdict.LAYOUT_MISMATCH
             unchanged = state.current.tensor if self.pushes.keeps_unchanged and state.is_buffer else None
             return self._taken(push, state, item, unchanged, None, lent=True)
@@ -311,7 +311,7 @@ class Store:
                 f"{size} bytes of {item.dtype or place.dtype}: expected {place.elements} elements of "
                 f"{place.dtype}{also}"
             )
-        if item.count and not size and state.is_stepped:
+        if item.count and not size and not state.is_buffer:
             return (
                 f"no gradient from lanes {item.lanes}, which do not say that they leave all parameters of "
                 f"the block alone: expected {place.elements} elements of {place.dtype}"
