@@ -172,12 +172,13 @@ def _with_tied(own: Mapping[str, torch.Tensor], values: dict[str, torch.Tensor])
     places: dict[tuple[Any, ...], str] = {}
     for name, tensor in own.items():
         if name in values and tensor.numel():
-            places[_place(tensor)] = name
-    tied = {name: places[_place(tensor)] for name, tensor in own.items() if _place(tensor) in places}
+            places[place_of(tensor)] = name
+    tied = {name: places[place_of(tensor)] for name, tensor in own.items() if place_of(tensor) in places}
     return {name: values[other] for name, other in tied.items()} | values
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The same of tensors that are the same elements of one memory, as tied parameters are."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -90,7 +90,7 @@ def summary(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -
         mode=spec.mode,
         progress=progress(job, metrics, stalled=bool(stalled)),
         metrics=job.newest_metrics,
-        failure=job.state.failure.in_list() if job.state.failure else None,
+        failure=job.listed_failure,
         members=MemberCounts(
             trainers=len(job.members.trainers),
             trainers_desired=spec.trainers,

@@ -405,7 +405,7 @@ class JobTerm:
             records_done=job.records_done,
             records_total=job.records_total,
             metrics=job.newest_metrics,
-            failure=job.state.failure.in_list() if job.state.failure else None,
+            failure=job.listed_failure,
         )
 
     # ---------------------------------------------------------------- leading

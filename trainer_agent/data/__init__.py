@@ -9,10 +9,10 @@ A reader is wrapped (Blaming), so that each of its errors says which file and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, assert_never
+from typing import assert_never
 
 import numpy as np
 
@@ -162,13 +162,6 @@ class Blaming:
     def __repr__(self) -> str:
         return f"<Blaming {self._reader!r}>"
 
-    @property
-    def loader_settings(self) -> Mapping[str, Any]:
-        """Settings of the job, as the DataLoader of this dataset has them; none until the object is made, or
-        if it is no DataLoader."""
-        reader = self._reader
-        return reader.loader_settings if isinstance(reader, MapStyleReader | IterableStyleReader) else {}
-
     def read(self, file: str, first: int, count: int, offset: int | None = None, stamp: str = "") -> Shard:
         """See Reader; `stamp`: of the file when it was counted. Raises ResourceExhausted, StorageUnreachable
         as well: the same read may succeed later."""
@@ -185,9 +178,9 @@ class Blaming:
 
     @property
     def taken(self) -> LoaderItems | None:
-        """What is kept of the DataLoader that a map-style object is; None: it is none. Raises as `read`."""
-        reader = self._reader.within if isinstance(self._reader, TypedByFirstRecord) else self._reader
-        return reader.taken if isinstance(reader, MapStyleReader) else None
+        """What is kept of the DataLoader that this dataset is; None: it is none. Raises as `read`."""
+        reader = self._reader
+        return reader.taken if isinstance(reader, MapStyleReader | IterableStyleReader) else None
 
     def _check(self, file: str, stamp: str) -> None:
         difference = self._files.difference(file, stamp)
@@ -198,30 +191,29 @@ class Blaming:
 
 
 class TypedByFirstRecord:
-    """A reader, `within`, of the user's code whose columns have the types of the dataset's first record,
-    which is the same for all trainers. A first record that cannot be read leaves each task to its own
-    values."""
+    """A reader of the user's code whose columns have the types of the dataset's first record, which is the
+    same for all trainers. A first record that cannot be read leaves each task to its own values."""
 
     def __init__(self, dataset: Dataset, reader: Reader) -> None:
-        self._dataset, self.within = dataset, reader
+        self._dataset, self._reader = dataset, reader
         self._types: ColumnTypes | None = None
         self._lock = Lock()
 
     def __repr__(self) -> str:
-        return f"<TypedByFirstRecord {self.within!r}>"
+        return f"<TypedByFirstRecord {self._reader!r}>"
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         if not count:  # only the user's object is to be made
-            return self.within.read(file, first, count, offset)
+            return self._reader.read(file, first, count, offset)
         types = self._first_types()
-        shard = self.within.read(file, first, count, offset)
+        shard = self._reader.read(file, first, count, offset)
         return types.shard(shard.records(np.arange(len(shard))), file, range(first, first + count))
 
     def chosen(self, file: str, numbers: Sequence[int]) -> Shard:
         """See MapStyleReader."""
-        assert isinstance(self.within, MapStyleReader)
+        assert isinstance(self._reader, MapStyleReader)
         types = self._first_types()
-        shard = self.within.chosen(file, numbers)
+        shard = self._reader.chosen(file, numbers)
         return types.shard(shard.records(np.arange(len(shard))), file, numbers)
 
     def _first_types(self) -> ColumnTypes:
@@ -239,4 +231,4 @@ class TypedByFirstRecord:
         return ColumnTypes(found, f"record 0 of {file}", advice)
 
     def _first_of(self, file: str) -> Sequence[Record]:
-        return self.within.read(file, 0, 1).records(np.arange(1))
+        return self._reader.read(file, 0, 1).records(np.arange(1))

@@ -38,7 +38,7 @@ TURN_S = 0.005  # then forward may go on
 T = TypeVar("T")
 _epoch: ContextVar[int] = ContextVar("epoch", default=EVALUATION)
 _PLAIN_NAMES = ("x", "y")
-HOOKS = (":dataset", ":evaluation_dataset")
+_HOOKS = (":dataset", ":evaluation_dataset")
 
 
 @contextmanager
@@ -165,11 +165,6 @@ class MapStyleReader:
             found = list(self._drawing.each(file, numbers, record))
             return RecordShard(found) if taken is None else ItemShard(found, taken.collate)
 
-    @property
-    def loader_settings(self) -> Mapping[str, Any]:
-        """Settings of the job, as the DataLoader has them; none until it is made, or where there is none."""
-        return {} if self._taken is None else self._taken.settings
-
     def _make(self) -> None:
         """Raises DatasetError, InvalidArgument."""
         name = self._dataset.reader
@@ -177,7 +172,7 @@ class MapStyleReader:
             self._object = loaded(self._dataset, self._seed)
             return
         taken = taken_here(load_object(self._dataset, self._seed), name, named=self._named)
-        check_length(self._dataset, taken.count)
+        _check_length(self._dataset, taken.count)
         if taken.weights is not None:
             self._weighted = WeightedOrder(taken.weights, self._seed)
         self._taken, self._object = taken, taken.items
@@ -222,17 +217,17 @@ def loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
     has stated `records`, they may be some of those that a MapStyle has, and the length of an iterable may
     count anything."""
     made, name, counted = load_object(dataset, seed=seed), dataset.reader, dataset.records
-    of_hook = name.endswith(HOOKS)
+    of_hook = name.endswith(_HOOKS)
     if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
         return made
-    check_length(dataset, len(made))
+    _check_length(dataset, len(made))
     return made
 
 
-def check_length(dataset: MapStyle | IterableStyle, records: int) -> None:
+def _check_length(dataset: MapStyle | IterableStyle, records: int) -> None:
     """Raises InvalidArgument."""
     name, counted = dataset.reader, dataset.records
-    of_hook = name.endswith(HOOKS)
+    of_hook = name.endswith(_HOOKS)
     if counted is not None and (records < counted or (records > counted and of_hook)):
         msg = (
             f"{name} has {records} records at this trainer, and {counted} were counted when the job was made"

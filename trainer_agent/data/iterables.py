@@ -163,9 +163,11 @@ class IterableStyleReader:
         self._checked = True
 
     @property
-    def loader_settings(self) -> Mapping[str, Any]:
+    def taken(self) -> LoaderItems | None:
         """See MapStyleReader."""
-        return {} if self._taken is None else self._taken.settings
+        with self._lock:
+            self._check()
+            return self._taken
 
     def _item(self, place: _Place, number: int) -> Any:
         item = next_item(place.iterator, place.shard, number)

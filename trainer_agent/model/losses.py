@@ -9,7 +9,7 @@ a name that is not there, None        ─► that optimizer rests: its parameter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +34,14 @@ WITH_TABLES = (
 )
 
 
+class Trained(NamedTuple):
+    """One of several losses, the parameters that it trains, and the nodes of its graph."""
+
+    loss: torch.Tensor
+    parameters: Sequence[nn.Parameter]
+    nodes: set[Any]
+
+
 class Losses:
     """`total`: what is reported, without a gradient if there are several. `metrics`: what stands beside.
     `resting`: the parameters of the optimizers without a loss, by their places."""
@@ -42,10 +50,10 @@ class Losses:
         self,
         total: torch.Tensor,
         metrics: Mapping[str, Any],
-        trained: Sequence[tuple[torch.Tensor, Sequence[nn.Parameter]]] = (),
+        trained: Sequence[Trained] = (),
         resting: frozenset[int] = frozenset(),
     ) -> None:
-        """`trained`: of several losses, each with the parameters that it trains."""
+        """`trained`: several losses; () for one of all parameters."""
         self.total, self.metrics, self.resting = total, metrics, resting
         self._trained = trained
 
@@ -57,8 +65,8 @@ class Losses:
         if not self._trained:
             return leaves_in(nodes_of(self.total)) | {id(self.total)}
         found: set[int] = set()
-        for loss, parameters in self._trained:
-            found |= leaves_in(nodes_of(loss)) & {id(parameter) for parameter in parameters}
+        for each in self._trained:
+            found |= leaves_in(each.nodes) & {id(parameter) for parameter in each.parameters}
         return found
 
     def backward(self) -> None:
@@ -66,14 +74,12 @@ class Losses:
         if not self._trained:
             self.total.backward()  # type: ignore[no-untyped-call]
             return
-        graphs = [
-            {node for node in nodes_of(loss) if not hasattr(node, "variable")} for loss, _ in self._trained
-        ]
-        for number, (loss, parameters) in enumerate(self._trained):
-            required = [parameter for parameter in parameters if parameter.requires_grad]
+        graphs = [{node for node in each.nodes if not hasattr(node, "variable")} for each in self._trained]
+        for number, each in enumerate(self._trained):
+            required = [parameter for parameter in each.parameters if parameter.requires_grad]
             shared = any(not graphs[number].isdisjoint(graph) for graph in graphs[number + 1 :])
             if required:
-                torch.autograd.backward(loss, inputs=required, retain_graph=shared)
+                torch.autograd.backward(each.loss, inputs=required, retain_graph=shared)
 
 
 class LossReader:
@@ -106,7 +112,7 @@ class LossReader:
             return Losses(self._checked(self._user.guard(loss_in, found), found), metrics_beside(found))
         if self._tables:
             raise self._user.error_of(RuntimeError(WITH_TABLES), fatal=True)
-        return self._each(losses, metrics_of(self._optimizer, found))
+        return self._each(losses, _beside(losses, found))
 
     def sums(self, found: Any, records: int) -> dict[str, Any]:
         """Of a script without `evaluate`: what `loss` returned for one minibatch, times its records. Raises
@@ -116,7 +122,7 @@ class LossReader:
             values = {LOSS: self._user.guard(loss_in, found), **metrics_beside(found)}
         else:
             given = {name: loss for name, loss in losses.items() if loss is not None}
-            values = {LOSS: sum(given.values()), **_named(given), **metrics_of(self._optimizer, found)}
+            values = {LOSS: sum(given.values()), **_named(given), **_beside(losses, found)}
         return {**{name: value * records for name, value in values.items()}, "records": records}
 
     def _by_optimizer(self, found: Any) -> dict[str, Any] | None:
@@ -137,10 +143,11 @@ class LossReader:
             given[name] = self._checked(loss, loss, f" as the loss of the optimizer {name}")
             parameters = [self._parameters[place] for place in places]
             required = {id(parameter) for parameter in parameters if parameter.requires_grad}
-            if required and required.isdisjoint(leaves_in(nodes_of(loss))):
+            nodes = nodes_of(loss)
+            if required and required.isdisjoint(leaves_in(nodes)):
                 shown = self._names[places[0]]
                 raise self._error(NOT_ITS_OWN.format(name=name, parameter=shown))
-            trained.append((loss, parameters))
+            trained.append(Trained(loss, parameters, nodes))
         first, *others = (loss.detach() for loss in given.values())
         return Losses(sum(others, first), {**_named(given), **metrics}, trained, frozenset(resting))
 
@@ -169,14 +176,11 @@ def _named(losses: Mapping[str, Any]) -> dict[str, Any]:
     return {name if is_free_name(name) else f"{LOSS}.{name}": loss for name, loss in losses.items()}
 
 
-def metrics_of(optimizer: Several | None, found: Any) -> dict[str, Any]:
-    """What stands beside the losses of several optimizers."""
-    names = optimizer.names if optimizer is not None else ()
-    return (
-        {name: value for name, value in found.items() if name not in names}
-        if isinstance(found, Mapping)
-        else {}
-    )
+def _beside(losses: Mapping[str, Any], found: Any) -> dict[str, Any]:
+    """The metrics that the script gave with the losses of its optimizers."""
+    if not isinstance(found, Mapping):
+        return {}
+    return {name: value for name, value in found.items() if name not in losses}
 
 
 def means_of(sums: Mapping[str, float]) -> dict[str, float]:

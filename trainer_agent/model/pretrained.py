@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_agent.start_values import without_wrappers
+from trainer_agent.start_values import place_of, without_wrappers
 from trireme_shared.platform.runtime import telemetry
 from trireme_shared.platform.storage import files
 
@@ -92,7 +92,7 @@ def _state_of(part: nn.Module) -> dict[str, torch.Tensor]:
     state = {}
     for name, value in part.state_dict().items():
         if isinstance(value, torch.Tensor):
-            key = value.data_ptr(), value.dtype, value.shape, value.stride()
+            key = place_of(value)
             if key not in copies or not value.numel():
                 copies[key] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             state[name] = copies[key]

@@ -102,15 +102,15 @@ class TorchCompute:
         is_sync = spec.mode is Mode.SYNC
         averages_of(self.model, has_lanes=is_sync)  # refuses those that would not follow
         policies = policies_of(self.model, user.buffers, has_lanes=is_sync)
-        sizes, thaws = (spec.block_bytes, spec.slot_count), is_sync and user.loop is None
         laid_out = plan(
             self.model,
             self.optimizer,
-            *sizes,
+            spec.block_bytes,
+            spec.slot_count,
             self._device.type,
             policies,
             numbered=is_sync,
-            thaws=thaws,
+            thaws=is_sync and user.loop is None,
         )
         self.tables = TrainedTables(self.model, spec)
         layout = laid_out.layout.with_fields(

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from queue import LifoQueue
 from threading import Lock
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 from trainer_agent.data.shard import ReadyShard, Shard
 from trainer_agent.reading.messages import Asked, Begin, Ended, Setup
 from trainer_agent.reading.parcel import Parcel, receive, send
+from trireme_shared.platform.membership.life_sign import processor_use
 from trireme_shared.platform.runtime import clock, telemetry
 from trireme_shared.protocol.errors import DatasetError, ResourceExhausted, TriremeError
 
@@ -36,7 +36,6 @@ FROZEN_S = 10.0
 LOOK_S = 0.5
 LEAST_START_S = 60.0  # loading torch takes seconds, on a busy machine more
 CONTROL_S = 10.0  # the template only forks and waits
-STOPPED = "T"
 NAMED = 8
 log = telemetry.logger("reading")
 
@@ -170,8 +169,8 @@ class ReadingProcesses:
         def check() -> None:
             nonlocal stopped_since
             now = clock.monotonic()
-            stopped = _state_of(worker.pid) == STOPPED
-            stopped_since = (stopped_since or now) if stopped else None
+            use = processor_use(worker.pid)
+            stopped_since = (stopped_since or now) if use is not None and use.stopped else None
             frozen = stopped_since is not None and now - stopped_since >= self._frozen_s
             if not frozen and now - began < self._limit_s:
                 return
@@ -283,11 +282,3 @@ def _named(asked: Asked) -> str:
     numbers = sorted(asked.numbers)
     more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
     return f"records {', '.join(map(str, numbers[:NAMED]))}{more} of {asked.file}"
-
-
-def _state_of(pid: int) -> str:
-    """As in proc_pid_stat(5); "" where that cannot be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from trireme_shared.datasets.user_modules import is_below
+
 #: Exceptions of huggingface_hub by name: nobody could be asked; the name is neither a folder nor one of the
 #: Hub.
 NOT_CACHED, NO_NAME = ("LocalEntryNotFoundError", "OfflineModeIsEnabled"), ("HFValidationError",)
@@ -52,9 +54,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _asked(error: BaseException, folder: Path) -> str:
     """The line of the script that asks."""
     frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(folder) and "site-packages" not in Path(frame.filename).parts
+        frame for frame in traceback.extract_tb(error.__traceback__) if is_below(Path(frame.filename), folder)
     ]
     if not frames:
         return "the script"

@@ -43,7 +43,7 @@ from trainer_agent.script.hub import unreached
 from trainer_agent.script.lightning import PREFIX
 from trireme_shared.datasets.iterables import Shards
 from trireme_shared.datasets.random_state import START_SEED, seeded
-from trireme_shared.datasets.user_modules import enter, give, make
+from trireme_shared.datasets.user_modules import enter, give, is_below, make
 from trireme_shared.platform.membership.local_script import at_home
 from trireme_shared.protocol.errors import InvalidArgument, TriremeError, UserCodeError, is_interrupt
 from trireme_shared.protocol.records.datasets import Dataset, IterableStyle, MapStyle
@@ -481,7 +481,7 @@ def _trimmed_one(error: BaseException, folder: Path) -> list[str]:
         for frame in traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
         if not _is_of_trireme(frame.filename)
     ]
-    users = [frame for frame in frames if _is_below(frame.filename, folder)]
+    users = [frame for frame in frames if is_below(Path(frame.filename), folder)]
     libraries = list(takewhile(lambda frame: frame not in users, reversed(frames)))[::-1] if users else frames
     lines = traceback.format_exception_only(type(error), error)
     if type(error).__module__.partition(".")[0] in _OURS:
@@ -497,7 +497,7 @@ def _trimmed_one(error: BaseException, folder: Path) -> list[str]:
 
 def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackType | None:
     walk = trace
-    while walk is not None and not _is_below(walk.tb_frame.f_code.co_filename, folder):
+    while walk is not None and not is_below(Path(walk.tb_frame.f_code.co_filename), folder):
         walk = walk.tb_next
     return walk if walk is not None else trace
 
@@ -505,8 +505,3 @@ def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackTy
 def _is_of_trireme(filename: str) -> bool:
     path = Path(filename)
     return path.is_relative_to(_PACKAGES) and path.relative_to(_PACKAGES).parts[0] in _OURS
-
-
-def _is_below(filename: str, folder: Path) -> bool:
-    path = Path(filename)
-    return path.is_relative_to(folder) and "site-packages" not in path.parts

@@ -310,8 +310,9 @@ class TaskSource:
             if isinstance(dataset, MapStyle | IterableStyle):
                 with contextlib.suppress(TriremeError):
                     await self.offload(self._make, held_out, dataset.reader)
-                    if not held_out:
-                        self._compare(dataset.reader, self._reader(held_out=False).loader_settings)
+                    taken = self._reader(held_out=held_out).taken
+                    if taken is not None and not held_out:
+                        self._compare(dataset.reader, taken.settings)
 
     def _compare(self, name: str, settings: Mapping[str, Any]) -> None:
         """Tell what the DataLoader called `name` says otherwise than the job: a job that is created by REST

@@ -60,6 +60,7 @@ from trireme_shared.protocol.records import (
     TaskSummary,
     TrainerList,
     TrainerMember,
+    UserFailure,
     ValidationSums,
 )
 from trireme_shared.protocol.records.assignments import GivenNumbers, Migration
@@ -380,6 +381,11 @@ class Job:
             (each.metrics for each in reversed(self.evaluation.recent) if each.metrics), {}
         )
         return dict([item for item in metrics.items() if math.isfinite(item[1])][:LISTED_METRICS])
+
+    @property
+    def listed_failure(self) -> UserFailure | None:
+        """As lists show it."""
+        return self.state.failure.in_list() if self.state.failure is not None else None
 
     def _done(self, per_epoch: int, begun: int) -> int:
         """Of records, or minibatches, `per_epoch` of which are in an epoch: in tasks that are over, about,

@@ -239,6 +239,12 @@ def give(name: str, found: Any) -> None:
     _given[name] = found
 
 
+def is_below(path: Path, folder: Path) -> bool:
+    """Whether a file of code is the user's: in the script's folder, and of no library that is installed
+    there."""
+    return path.is_relative_to(folder) and "site-packages" not in path.parts
+
+
 def made_objects() -> dict[str, Any]:
     """What `make` has kept in this process, by the name of its maker: `dataset()`; and what was given."""
     made = {f"{maker.__name__}()": found for maker, (_, found) in _made.items()}

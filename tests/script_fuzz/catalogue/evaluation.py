@@ -76,21 +76,19 @@ EVALUATION = [
         forward="h = self.drop5(h)",
         settings={"evaluate_every": 3},
     ),
-    objects(
-        "of buffers that move",
-        "torchmetrics.MeanSquaredError()",
-        evaluate=SQUARES,
-        init="self.register_buffer('mean6', torch.zeros(8))",
-        forward="self.mean6.lerp_(h.detach().mean(0), 0.5)\nh = h - self.mean6",
-        settings={"evaluate_every": 3},
-    ),
-    objects(
-        "of buffers that are assigned",
-        "torchmetrics.MeanSquaredError()",
-        evaluate=SQUARES,
-        init="self.register_buffer('mean5', torch.zeros(8))",
-        forward="self.mean5 = 0.5 * self.mean5 + 0.5 * h.detach().mean(0)\nh = h - self.mean5",
-        settings={"evaluate_every": 3},
+    *(
+        objects(
+            f"of buffers that {how}",
+            "torchmetrics.MeanSquaredError()",
+            evaluate=SQUARES,
+            init=f"self.register_buffer('{name}', torch.zeros(8))",
+            forward=f"{moves}\nh = h - self.{name}",
+            settings={"evaluate_every": 3},
+        )
+        for how, name, moves in (
+            ("move", "mean6", "self.mean6.lerp_(h.detach().mean(0), 0.5)"),
+            ("are assigned", "mean5", "self.mean5 = 0.5 * self.mean5 + 0.5 * h.detach().mean(0)"),
+        )
     ),
     Mutation(
         "metrics: one under two names",

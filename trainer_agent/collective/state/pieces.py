@@ -18,7 +18,7 @@ from trainer_agent.collective.replica import Gathered, Gradients
 from trainer_agent.model.compute import Compute
 from trireme_shared.blocks.buffers import DTYPES
 from trireme_shared.protocol.records.layout import Block, Layout
-from trireme_shared.protocol.records.step import ParameterNumbers, numbers_in
+from trireme_shared.protocol.records.step import ParameterNumbers, is_among
 from trireme_shared.serving.core.freezing import Freezing, block_numbers, block_optimizer, numbers_of
 from trireme_shared.serving.core.geometry import ParameterParts
 from trireme_shared.serving.core.optimizers import BlockOptimizer, Options, arguments
@@ -185,7 +185,7 @@ class _Parameter:
         self, gradients: Gradients, factor: float | None, options: Sequence[Options], frozen: ParameterNumbers
     ) -> None:
         self.version += 1
-        if factor is None or self._place.number in numbers_in(frozen) or not self._place.all_in(gradients):
+        if factor is None or is_among(self._place.number, frozen) or not self._place.all_in(gradients):
             return
         gradient = self._place.gathered(gradients)
         if factor != 1.0:

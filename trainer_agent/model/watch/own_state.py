@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trireme_shared.datasets.user_modules import made_objects
+from trireme_shared.datasets.user_modules import is_below, made_objects
 
 MOST_OBJECTS = 20_000
 MOST_ITEMS = 1_000  # of one container
@@ -206,11 +206,7 @@ class Watch:
 def _file_below(module: types.ModuleType, folder: Path) -> str:
     file = getattr(module, "__file__", None)
     path = Path(file) if isinstance(file, str) and module.__name__.partition(".")[0] not in _OURS else None
-    return (
-        path.name
-        if path is not None and path.is_relative_to(folder) and "site-packages" not in path.parts
-        else ""
-    )
+    return path.name if path is not None and is_below(path, folder) else ""
 
 
 class _Walk:

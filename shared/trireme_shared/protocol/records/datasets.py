@@ -130,6 +130,12 @@ class Custom(_Dataset):
     reader: str = Field(pattern=_NAME)
 
 
+_LOADER = (
+    "The object is a torch.utils.data.DataLoader; the items are those of its dataset, and a minibatch is "
+    "made by its collate_fn."
+)
+
+
 class _InCode(_Dataset):
     """`reader="pkg.mod:name"`: an object of the script or of a module that members can import, or a function
     without arguments that returns it. `urls` is that name again.
@@ -165,11 +171,7 @@ class MapStyle(_InCode):
     """
 
     kind: Literal["map_style"] = "map_style"
-    loader: bool = Field(
-        default=False,
-        description="The object is a torch.utils.data.DataLoader; the items are those of its dataset, and a "
-        "minibatch is made by its collate_fn.",
-    )
+    loader: bool = Field(default=False, description=_LOADER)
 
     @model_validator(mode="after")
     def _counted(self) -> MapStyle:
@@ -195,11 +197,7 @@ class IterableStyle(_InCode):
     shard_records: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None, description="Records of each shard; null: they are counted by iterating it once."
     )
-    loader: bool = Field(
-        default=False,
-        description="The object is a torch.utils.data.DataLoader; the items are those of its dataset, and a "
-        "minibatch is made by its collate_fn.",
-    )
+    loader: bool = Field(default=False, description=_LOADER)
 
     @model_validator(mode="after")
     def _possible(self) -> IterableStyle:

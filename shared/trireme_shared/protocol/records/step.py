@@ -143,6 +143,10 @@ def numbers_in(numbers: ParameterNumbers) -> Iterator[int]:
     return chain.from_iterable(range(*each) for each in numbers)
 
 
+def is_among(number: int, numbers: ParameterNumbers) -> bool:
+    return any(first <= number < last for first, last in numbers)
+
+
 def joined(left: NodeResult, right: NodeResult) -> NodeResult:
     """Of both halves of a node. More than MOST_NAMES names: those that come first in the alphabet."""
     names = sorted(left.metrics.keys() | right.metrics.keys())[:MOST_NAMES]

@@ -15,7 +15,7 @@ from trireme_shared.protocol.records.layout import (
     OptimizerSpec,
     Segment,
 )
-from trireme_shared.protocol.records.step import ParameterNumbers
+from trireme_shared.protocol.records.step import ParameterNumbers, is_among
 from trireme_shared.serving.optimizers.classes import OF_WHOLE_PARAMETERS
 
 MAX_BLOCKS = 1 << 20
@@ -138,9 +138,7 @@ class ParameterParts:
                 hint="start a new job, with the last model: --init-from",
             )
         return tuple(
-            place
-            for place, number in enumerate(self.numbers_in(block))
-            if any(first <= number < last for first, last in numbers)
+            place for place, number in enumerate(self.numbers_in(block)) if is_among(number, numbers)
         )
 
     def _numbered(self, block: Block) -> list[tuple[int, tuple[int, int]]]:

@@ -28,7 +28,7 @@ from trireme_shared.protocol.errors import BadFrame, StepTorn
 from trireme_shared.protocol.lanes import Interval, is_aligned
 from trireme_shared.protocol.records import Mode
 from trireme_shared.protocol.records.layout import Block, Layout
-from trireme_shared.protocol.records.step import StepRecord
+from trireme_shared.protocol.records.step import StepRecord, is_among
 from trireme_shared.protocol.wire.messages import (
     EpochLedger,
     InitHeader,
@@ -124,7 +124,7 @@ class StepPushes:
         if result is None or not numbers or not self._layout.sizes:
             return False
         left = (*(result.frozen or ()), *result.resting)
-        return len(self._parts.frozen_in(place, left)) == len(numbers)
+        return all(is_among(number, left) for number in numbers)
 
     def settle(self, state: BlockState) -> bool:
         norm = self._history.norm(state.version) if state.held else None
