@@ -10,7 +10,8 @@ its own, and the generators are put back behind it (Drawing):
         ─► generators as they were
     record of one that does not         read, beside whatever runs
 
-Whether a dataset draws is found out with its first records, and looked at again with one of LOOK_EVERY.
+Whether a dataset draws is found out with its first records, and looked at again with one of LOOK_EVERY while
+no forward pass runs; one of LOOK_AT_LEAST waits for that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from typing import Any, TypeVar
 from trainer_agent.data.loaders import LoaderItems, WeightedOrder, taken_here
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import ItemShard, Record, RecordShard, Shard
-from trireme_shared.datasets.random_state import PROBED, Generators, seed_everything, seed_of, undisturbed
+from trireme_shared.datasets.random_state import (
+    PROBED,
+    Generators,
+    alone_if_free,
+    seed_everything,
+    seed_of,
+    undisturbed,
+)
 from trireme_shared.datasets.user_modules import load_custom, load_object
 from trireme_shared.platform.runtime import clock
 from trireme_shared.platform.storage.files import trouble_in_user_code
@@ -33,7 +41,7 @@ from trireme_shared.protocol.errors import DatasetError, InvalidArgument, is_int
 from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle
 
 EVALUATION = -1
-LOOK_EVERY = 64  # records: forward passes wait for each that is looked at
+LOOK_EVERY, LOOK_AT_LEAST = 64, 256  # records
 TURN_S = 0.005  # then forward may go on
 T = TypeVar("T")
 _epoch: ContextVar[int] = ContextVar("epoch", default=EVALUATION)
@@ -72,13 +80,29 @@ class Drawing:
         self._check()
         done = 0
         while done < len(numbers):
-            if self._generator or self._read < PROBED or self._read - self._looked >= LOOK_EVERY:
-                for value in self._alone(seed, numbers[done:], read):
-                    done += 1
-                    yield value
+            looked_at = []
+            with self._to_be_looked_at() as looks:
+                if looks:
+                    looked_at = self._alone(seed, numbers[done:], read)
+            if looked_at:
+                yield from looked_at
+                done += len(looked_at)
             else:
                 yield read(numbers[done])
                 done, self._read = done + 1, self._read + 1
+
+    @contextmanager
+    def _to_be_looked_at(self) -> Iterator[bool]:
+        """Whether the next record is read alone. Reading beside forward passes would stand still if each
+        record that is only looked at waited for them."""
+        unseen = self._read - self._looked
+        if self._generator or self._read < PROBED or unseen >= LOOK_AT_LEAST:
+            yield True
+        elif unseen < LOOK_EVERY:
+            yield False
+        else:
+            with alone_if_free() as free:
+                yield free
 
     def _alone(self, seed: int, numbers: Sequence[int], read: Callable[[int], T]) -> list[T]:
         """At least one of them, for TURN_S."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event
 
 import numpy as np
 
@@ -59,8 +60,10 @@ class Parts:
         return number in self._under_way
 
     def put(self, number: int, shard: Shard) -> None:
-        """In place: its records, in order. From any thread."""
+        """In place: its records, in order."""
         self._there[number] = shard
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def minibatch(self, number: int) -> Minibatch:
         """One that is there. Raises IndexError for one that the task does not have."""
@@ -70,12 +73,15 @@ class Parts:
         return shard.minibatch(np.arange(len(shard)))
 
     @contextmanager
-    def reading(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Somebody reads these minibatches as long as the block runs."""
+    def reading(self, numbers: Sequence[int]) -> Iterator[Event]:
+        """Somebody reads these minibatches as long as the block runs. Behind it the event is set: a thread
+        that still reads them ends."""
         self._under_way.update(numbers)
+        ended = Event()
         try:
-            yield
+            yield ended
         finally:
+            ended.set()
             self._under_way.difference_update(numbers)
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol, TypeVar
 
 from trainer_agent.data import Blaming, Shard, blaming, minibatch_in, minibatches_in, open_dataset
@@ -25,7 +26,7 @@ from trainer_agent.script.user_module import traceback_of
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.parts import Parts
 from trainer_agent.waiting import Backoff, SingleErrorGroup, retry
-from trireme_shared.platform.runtime import begun, clock, ids, telemetry
+from trireme_shared.platform.runtime import begun, ids, telemetry
 from trireme_shared.protocol.errors import (
     CallerError,
     DatasetError,
@@ -55,7 +56,6 @@ from trireme_shared.protocol.records.tasks import WAITS_FOR_CHARACTERS, BegunWor
 WAIT_S = 10.0  # the master answers as soon as there is a task
 READS_AHEAD = 2  # at once, so that what is waited for finds a thread of the process's readers
 READ_LIMIT_S = 120.0
-SLICE_S = 0.005  # of reading in a thread, until what has come is told
 AHEAD_OF_EACH = 2  # minibatches that a process of ReadingProcesses has, or that wait for it
 T = TypeVar("T")
 log = telemetry.logger("tasks")
@@ -233,10 +233,16 @@ class TaskSource:
                 group.create_task(one_after_the_other())
 
     async def _read_part(self, task: Task, parts: Parts, numbers: list[int]) -> None:
-        """At least the first of these minibatches."""
-        with parts.reading(numbers):
+        """These minibatches, one after the other; a process reads one alone."""
+        with parts.reading(numbers) as ended:
             if self._processes is None:
-                await self._read_in(self._offload_of(task), self._read_some, task, parts, numbers)
+                loop = asyncio.get_running_loop()
+
+                def put(number: int, shard: Shard) -> None:
+                    loop.call_soon_threadsafe(parts.put, number, shard)
+
+                work = self._read_numbers, task, parts, numbers, put, ended
+                await self._read_in(self._offload_of(task), *work)
                 return
             asked = await self.offload(self._asked, task, parts, numbers[0])
             shard = await self._processes.read(asked)
@@ -352,9 +358,12 @@ class TaskSource:
         order = self._order_of(task, len(shard)) if self._shuffles(task) else None
         return LoadedTask(task, shard, order)
 
-    def _read_some(self, task: Task, parts: Parts, numbers: list[int]) -> None:
-        """The first of these minibatches, and as many as SLICE_S lasts."""
-        reader, until = self._reader(held_out=self._is_held_out(task)), clock.monotonic() + SLICE_S
+    def _read_numbers(
+        self, task: Task, parts: Parts, numbers: list[int], put: Callable[[int, Shard], object], ended: Event
+    ) -> None:
+        """In a thread, which tells the event loop of each minibatch and goes on: coming back for each would
+        let the reading stand still in between."""
+        reader = self._reader(held_out=self._is_held_out(task))
         for number in numbers:
             asked = self._asked(task, parts, number)
             with begun.at(BegunWork.of(task).to_bytes()), reading(asked.epoch):
@@ -362,9 +371,9 @@ class TaskSource:
                 if self._by_columns:
                     with blaming(task.file, task.first, task.count):
                         shard.keep_columns()
-            parts.put(number, shard)
-            if clock.monotonic() > until:
+            if ended.is_set():
                 return
+            put(number, shard)
 
     def _asked(self, task: Task, parts: Parts, number: int) -> Asked:
         records = parts.records_of(number)

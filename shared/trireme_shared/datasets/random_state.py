@@ -96,6 +96,17 @@ def alone(work: Callable[..., T], *arguments: Any) -> T:
         return work(*arguments)
 
 
+@contextmanager
+def alone_if_free() -> Iterator[bool]:
+    """True: no other thread draws in the block. False, at once: one does."""
+    free = ALONE.acquire(blocking=False)
+    try:
+        yield free
+    finally:
+        if free:
+            ALONE.release()
+
+
 def seed_everything(seed: int) -> None:
     """All generators that a script's code may use. `seed`: of 63 bits."""
     torch = _torch()

@@ -204,9 +204,14 @@ class Watch:
 
 
 def _file_below(module: types.ModuleType, folder: Path) -> str:
+    """The name of its file, if that is the user's. Thousands of modules are asked, so text is compared first:
+    a Path takes ten times as long."""
     file = getattr(module, "__file__", None)
-    path = Path(file) if isinstance(file, str) and module.__name__.partition(".")[0] not in _OURS else None
-    return path.name if path is not None and is_below(path, folder) else ""
+    if not isinstance(file, str) or not file.startswith(str(folder)):
+        return ""
+    path = Path(file)
+    ours = module.__name__.partition(".")[0] in _OURS
+    return path.name if not ours and is_below(path, folder) else ""
 
 
 class _Walk:

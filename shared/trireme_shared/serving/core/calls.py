@@ -149,6 +149,12 @@ class OpenPush:
         if lent is not None:
             lent.release()
 
+    def learn(self, item: PushBlock) -> None:
+        """Call it when a block arrives that is applied later: what it says of its lanes holds for those that
+        come behind it, too, and may be applied before it."""
+        if item.result is not None:
+            self._push.results[item.lanes] = item.result
+
     @property
     def _store(self) -> Store:
         """While somebody holds it."""
@@ -243,8 +249,7 @@ class OpenPush:
         """None: rows that wait for their turn."""
         store = self._store
         state = store.blocks.get(item.block)
-        if item.result is not None:
-            self._push.results[item.lanes] = item.result
+        self.learn(item)
         self._server.counters.bytes_pushed += view.nbytes
         before = state.version if state else 0
         if item.block == ROWS:

@@ -220,6 +220,7 @@ class PserverStream(FrameStream):
         assert push.pushing is not None
         assert push.memory is not None
         assert item is not None
+        push.pushing.learn(item)
         # rows come behind the block that tells the step's result
         if self._referred is not None or item.block == ROWS:
             self.apply_later(push, item, payload if self._referred is None else self._referred)

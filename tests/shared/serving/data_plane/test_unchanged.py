@@ -19,6 +19,7 @@ from trireme_shared.blocks.buffers import bytes_of
 from trireme_shared.protocol.errors import BadFrame, PeerError
 from trireme_shared.protocol.records import SlotMap
 from trireme_shared.protocol.records.layout import Segment
+from trireme_shared.protocol.records.step import NodeResult
 from trireme_shared.protocol.wire.messages import PulledBlock, PullRequest, PushBlock
 from trireme_shared.serving.block_server import BlockServer
 from trireme_shared.serving.core import calls
@@ -284,3 +285,20 @@ async def pulled_plainly(server, fields):
     for header, _ in blocks:
         assert header.pop("id") == 1
     return [*blocks, end["message"]]
+
+
+@everywhere
+async def test_gradients_without_payload_count_by_what_the_first_block_says_of_their_lanes(server):
+    """Where memory is shared, the first block is applied behind them."""
+    layout = layout_of(1 << 16, 1 << 16, block_bytes=1 << 18, optimizer=PLAIN)
+    layout = layout.with_fields(sizes=((1 << 16,), (1 << 16,)))
+    before = await server.initialise(layout, lanes=1)
+    told = NodeResult(records=1, frozen=((1, 2),))
+    first = PushBlock(block=0, lanes=(0, 1), count=1, result=told)
+    items = (first, bytes_of(torch.ones(1 << 16))), (PushBlock(block=1, lanes=(0, 1), count=1), b"")
+    header = push_header(0, lanes=range(1))
+    answer = await server.client.push(header, stream(*((each, memoryview(data)) for each, data in items)))
+    assert (answer.applied, answer.refused) == (2, ())
+    stepped, left = (state.current.tensor for state in server.pserver.store.blocks.values())
+    assert not stepped.equal(before[0])
+    assert left.equal(before[1])
