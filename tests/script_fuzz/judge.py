@@ -32,7 +32,11 @@ def judge(script: Script, part: int | None = None, tally: Counter[str] | None = 
     except Exception as error:
         if len(script.mutations) > 1:
             raise NoScript from error
-        return {"plain PyTorch": f"{type(error).__name__}: {error}"}
+        if not script.names(""):
+            return {"plain PyTorch": f"{type(error).__name__}: {error}"}
+        # then it is refused everywhere
+        failed = {f"{type(error).__name__} in plain PyTorch": torch.zeros(1)}, dict[str, float]()
+        expected = {False: failed, True: failed}
     found = {name: surface(script) for name, surface in surfaces.items()}
     for name, outcome in found.items():
         kind = "asynchronous" in name

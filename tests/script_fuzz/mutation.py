@@ -57,6 +57,7 @@ class Mutation:
     # the model's modes are others before or after it: with a second such one plain PyTorch has others in the
     # next step
     modes: bool = False
+    streams: bool = False  # `loader` reads a dataset that can only be iterated
     alone: bool = False  # it does not go with others
     rounds: bool = False  # documented: the same arithmetic, with other roundings
 

@@ -44,7 +44,7 @@ from trireme_shared.datasets.random_state import seed_everything
 from trireme_shared.protocol.errors import TriremeError, UserCodeError
 from trireme_shared.protocol.lanes import step_seed
 from trireme_shared.protocol.records import JobSpec, Phase
-from trireme_shared.protocol.records.datasets import MapStyle, Npy
+from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle, Npy
 
 LIMIT_S = 30.0
 THREADS = 2  # of torch in a process of a machine with two cores, until somebody sets another number
@@ -171,7 +171,8 @@ def plain_loop(script: Script) -> Outcome:
 def job(script: Script, kind: str, *, loop: bool) -> Outcome:
     name = f"fuzz_{'loop' if loop else 'functions'}_{kind}"
     path = script.loop(name) if loop else script.functions(name)
-    given = MapStyle(f"{name}:dataset", records=RECORDS, loader=True)
+    kind_of_data = IterableStyle if any(each.streams for each in script.mutations) else MapStyle
+    given = kind_of_data(f"{name}:dataset", records=RECORDS, loader=True)
     dataset = {"dataset": given} if script.has_loader else {}
     spec = spec_of(script, path, name, **JOBS[kind], **dataset)
     return _outcome(

@@ -23,7 +23,7 @@ from itertools import takewhile
 from threading import Lock
 from typing import Any, TypeVar
 
-from trainer_agent.data.loaders import LoaderItems, WeightedOrder, taken_here
+from trainer_agent.data.loaders import UNCOUNTED, LoaderItems, WeightedOrder, taken_here
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import ItemShard, Record, RecordShard, Shard
 from trireme_shared.datasets.random_state import (
@@ -196,6 +196,10 @@ class MapStyleReader:
             self._object = loaded(self._dataset, self._seed)
             return
         taken = taken_here(load_object(self._dataset, self._seed), name, named=self._named)
+        if taken.count == UNCOUNTED:
+            msg = f"{name} is a DataLoader over an IterableDataset, whose items have no numbers"
+            made = f'{{"kind": "iterable_style", "reader": "{name}", "loader": true}}'
+            raise DatasetError(msg, hint=f"create the job with the dataset {made}", fatal=True, url=name)
         _check_length(self._dataset, taken.count)
         if taken.weights is not None:
             self._weighted = WeightedOrder(taken.weights, self._seed)
@@ -242,9 +246,9 @@ def loaded(dataset: MapStyle | IterableStyle, seed: int) -> Any:
     count anything."""
     made, name, counted = load_object(dataset, seed=seed), dataset.reader, dataset.records
     of_hook = name.endswith(_HOOKS)
-    if counted is None or not hasattr(made, "__len__") or not (of_hook or isinstance(dataset, MapStyle)):
-        return made
-    _check_length(dataset, len(made))
+    is_of_records = (of_hook or isinstance(dataset, MapStyle)) and not dataset.loader  # that counts batches
+    if counted is not None and is_of_records and hasattr(made, "__len__"):
+        _check_length(dataset, len(made))
     return made
 
 

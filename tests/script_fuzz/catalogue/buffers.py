@@ -151,7 +151,7 @@ BUFFERS += [
     Mutation("an average of all", ("decay",), init="self.ema = trireme.nn.Ema(self.first, 1.0)"),
     Mutation(
         "an average of torch's",
-        ("averaged1",),
+        ("AveragedModel",),
         build="m.averaged1 = torch.optim.swa_utils.AveragedModel(m.first)",
         by_hand="model.averaged1.update_parameters(model.first)",
         loss="if __name__ != 'plain':\n    model.averaged1.update_parameters(model.first)",

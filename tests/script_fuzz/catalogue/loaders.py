@@ -127,8 +127,9 @@ LOADERS = [
     loader(
         "over a stream",
         "",
-        "IterableDataset",
         head=STREAM,
+        settings=IN_ORDER,
+        streams=True,
         loader=f"{DATA}.DataLoader(Stream(), batch_size=8)",
     ),
     loader(

@@ -292,8 +292,8 @@ SCHEDULERS += [
     ),
     Mutation(
         "a rate for each group",
-        optimizer="torch.optim.SGD([{'params': m.first.parameters()}, {'params': m.last.parameters(), 'lr': "
-        "0.5}], lr=0.1)",
+        optimizer="torch.optim.SGD([{'params': [p for n, p in m.named_parameters() if n[:4] != 'last']}, "
+        "{'params': m.last.parameters(), 'lr': 0.5}], lr=0.1)",
         scheduler=f"{L}.LambdaLR(opt, [lambda n: 0.9 ** n, lambda n: 1 / (1 + n)])",
     ),
     Mutation(

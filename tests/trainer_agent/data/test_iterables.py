@@ -17,7 +17,7 @@ from trainer_agent.data import open_dataset
 from trireme_shared.datasets.iterables import record_digest
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records import TaskKind
-from trireme_shared.protocol.records.datasets import IterableStyle
+from trireme_shared.protocol.records.datasets import IterableStyle, MapStyle
 
 LENGTHS = (37, 0, 20, 64)
 SCRIPT = f"""
@@ -75,6 +75,9 @@ class Itself:
             raise StopIteration
         self.place += 1
         return {{"x": float(self.place)}}
+
+def loader():
+    return torch.utils.data.DataLoader(Stream(), batch_size=10)
 
 def generated():
     return ({{"x": float(n)}} for n in range(121))
@@ -206,3 +209,21 @@ def test_the_digest_of_a_record_sees_each_value():
     )
     assert record_digest(record) not in set(map(record_digest, others))
     assert 0 <= record_digest(record) < 2**52
+
+
+def test_the_records_of_a_loader_may_be_stated_though_its_length_counts_batches_or_nothing(module):
+    dataset = IterableStyle("streams_module:loader", records=121, loader=True)
+    for length in (lambda _: 121, lambda stream: stream.raises):
+        module.Stream.__len__ = length
+        found = open_dataset(dataset, 3).read("streams_module:loader", 0, 121)
+        assert [record["x"] for record in found.minibatch(range(121))] == list(
+            itertools.chain.from_iterable(batch["x"].tolist() for batch in module.loader())
+        )
+
+
+def test_a_job_whose_dataset_has_no_numbers_says_so_by_name(module):
+    dataset = MapStyle("streams_module:loader", records=121, loader=True)
+    with pytest.raises(DatasetError, match="DataLoader over an IterableDataset") as caught:
+        open_dataset(dataset, 3).read("streams_module:loader", 0, 1)
+    assert caught.value.details["fatal"]
+    assert "iterable_style" in caught.value.hint
