@@ -11,7 +11,7 @@ long. One trainer, one torch thread. With one lane the parameters must be plain 
 
     jpeg         pictures of 640 x 480 points are decoded and made smaller, by pillow
     decodes      zlib, which lets go of the interpreter's lock, as decoders of images do
-    waits        both sleep: only the order counts, so a busy machine will do
+    waits        both sleep for most of the time: only the order counts
     python       pure Python, which keeps the lock: threads do not help
 """
 
@@ -84,16 +84,19 @@ def measure(kind: str, seconds: float, settings: list[str]) -> Iterator[tuple[st
 def calibrated(given: Given, seconds: float) -> Given:
     """`given`, with which reading and computing each take about `seconds`."""
     steps = math.ceil(given.records / BATCH)
-    if given.kind == "waits":
-        return replace(given, reads=1000 * seconds / given.records, computes=1000 * seconds / steps)
     if given.kind == "jpeg":
         return of_pictures(given, seconds)
+    waits = given.kind == "waits"
+    tried = 1 if waits else TRIED
     for _ in range(2):  # the first time warms up
-        reading.GIVEN = replace(given, reads=TRIED, computes=TRIED)
+        reading.GIVEN = replace(given, reads=tried, computes=tried)
         batches: list[Mapping[str, torch.Tensor]] = []
         loader = DataLoader(reading.Slow(), batch_size=BATCH, sampler=range(4 * BATCH))
         batch_s = seconds_of(lambda: batches.extend(loader)) / 4  # noqa: B023  it is called here
         step_s = train(batches)[0] / 4
+    if waits:  # 1 ms in each trial; the rest of it is work beside the wait
+        reads_ms, computes_ms = (1000 * (seconds / steps - each_s) for each_s in (batch_s, step_s))
+        return replace(given, reads=1 + reads_ms / BATCH, computes=1 + computes_ms)
     reads, computes = (round(TRIED * seconds / steps / each_s) for each_s in (batch_s, step_s))
     return replace(given, reads=max(1, reads), computes=max(1, computes))
 

@@ -42,7 +42,13 @@ from trainer_agent.model import optimizer as optimizer_spec
 from trainer_agent.model.averages import averages_of, begin_apart
 from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import BeforeStep
-from trainer_agent.model.devices import autocast, check_precision, device_of, on_device
+from trainer_agent.model.devices import (
+    autocast,
+    check_precision,
+    compile_each_shape_alone,
+    device_of,
+    on_device,
+)
 from trainer_agent.model.flat import checked_model, plan
 from trainer_agent.model.gradient_tree import (
     GradientClipper,
@@ -217,6 +223,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
 def _train(user: UserModule, spec: JobSpec, counted: Counted, report: Any) -> PlainResult:
     device = device_of(spec.device, deterministic=spec.deterministic)
     model = checked_model(drawing(spec.seed, user.call, "model"))
+    if spec.deterministic:
+        compile_each_shape_alone()
     started = load_start_values(model, spec)
     for sentence in filter(None, (started.sentence, optimizer_spec.rates_sentence(spec))):
         report(sentence)

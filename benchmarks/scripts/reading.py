@@ -83,6 +83,12 @@ def _picture():
     return made.getvalue()
 
 
+@cache
+def _noted():
+    """Open, since each minibatch of a job writes there: plain PyTorch's do not."""
+    return os.open(GIVEN.noted, os.O_WRONLY | os.O_CREAT)
+
+
 def dataset():
     return Slow()
 
@@ -103,5 +109,5 @@ def loss(model, batch):
         found = model[1](model[0](found))
     value = functional.cross_entropy(model[2](found), batch["y"])
     if GIVEN.noted != os.devnull:
-        Path(GIVEN.noted).write_text(str(time.monotonic()))
+        os.pwrite(_noted(), str(time.monotonic()).ljust(24).encode(), 0)
     return value

@@ -110,9 +110,13 @@ async def test_compiled_kernels_change_no_bit_when_processes_are_killed(
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    script = write_script(tmp_path, INDUCTOR)
-    spec = spec_of(script, epochs=2, strategy=strategy)
-    plain = plainly(tmp_path, INDUCTOR, spec)  # first: the jobs, with less time, find its kernels
-    assert differences(await trained(spec), plain) == []
-    quiet = await trained(spec_of(script, lanes=4, strategy=strategy, storage=str(tmp_path / "quiet")))
-    assert differences(await killed(tmp_path, INDUCTOR, strategy), quiet) == []
+    import torch._dynamo
+
+    torch._dynamo.reset()  # what this process has compiled before
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # as in jobs and by `python script.py`
+        script = write_script(tmp_path, INDUCTOR)
+        spec = spec_of(script, epochs=2, strategy=strategy)
+        plain = plainly(tmp_path, INDUCTOR, spec)  # first: the jobs, with less time, find its kernels
+        assert differences(await trained(spec), plain) == []
+        quiet = await trained(spec_of(script, lanes=4, strategy=strategy, storage=str(tmp_path / "quiet")))
+        assert differences(await killed(tmp_path, INDUCTOR, strategy), quiet) == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -61,6 +62,18 @@ def use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False  # only a help to find errors, and it costs time
+
+
+def compile_each_shape_alone() -> None:
+    """In this process, for torch.compile, which by itself makes one kernel for all shapes of batches when it
+    has met a second one, and stops compiling when it has met many: the kernel of a batch, and with it the
+    last bits, would depend on which batches this process has met before. Here each shape has a kernel of its
+    own, and too many raise FailOnRecompileLimitHit. Call it when the model is made: that loads the
+    compiler, as a rule."""
+    os.environ["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"] = "0"  # is read when it is loaded
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        config.automatic_dynamic_shapes, config.fail_on_recompile_limit_hit = False, True
 
 
 def check_precision(precision: Precision, model: nn.Module, device: torch.device) -> None:

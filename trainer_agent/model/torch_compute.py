@@ -27,7 +27,13 @@ from trainer_agent.model.averages import averages_of
 from trainer_agent.model.block_states import BlockStates
 from trainer_agent.model.buffer_policies import policies_of
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, BlockSink, LaneResult, Ready, Records
-from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
+from trainer_agent.model.devices import (
+    HOST,
+    check_precision,
+    compile_each_shape_alone,
+    device_of,
+    is_host,
+)
 from trainer_agent.model.flat import PinnedVector, Plan, Vector, bytes_of, checked_model, plan
 from trainer_agent.model.gradient_tree import (
     Entry,
@@ -94,6 +100,8 @@ class TorchCompute:
         self._result: LaneResult | None = LaneResult(0.0, 0)
         self._records = 0
         model = checked_model(drawing(spec.seed, user.call, "model"))
+        if deterministic:
+            compile_each_shape_alone()
         self.started = start_values(model, spec, initial)
         check_precision(spec.precision, model, self._device)
         self.model = model.to(self._device)

@@ -62,6 +62,12 @@ ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, 
 ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "evaluation_metrics": 0, "metrics": 1}
 WITH_OBJECTS = "def evaluate(model, batch, metrics): ... which updates the objects of evaluation_metrics()"
 ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
+LIMIT_HIT = "FailOnRecompileLimitHit"  # torch's class, of a module that most processes do not load
+ALL_SHAPES = (
+    "torch.compile has met more shapes of batches than it keeps kernels for, and which shapes have one would "
+    "depend on which process computes what: give torch.compile(..., dynamic=True), or batches of fewer "
+    "shapes; deterministic = false leaves all this to torch"
+)
 DROP_LAST = (
     "BatchNorm cannot train on a minibatch of one record, which the last one of a file may be; set "
     "drop_last=True, which leaves short "
@@ -457,6 +463,8 @@ def message_of(error: BaseException) -> str:
         return f"{error.message}; {error.hint}"
     if isinstance(error, ValueError) and ONE_RECORD in str(error):
         return f"{error}; {DROP_LAST}"
+    if type(error).__name__ == LIMIT_HIT:
+        return ALL_SHAPES
     return str(error)
 
 

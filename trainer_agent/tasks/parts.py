@@ -60,8 +60,11 @@ class Parts:
         return number in self._under_way
 
     def put(self, number: int, shard: Shard) -> None:
-        """In place: its records, in order."""
+        """In place: its records, in order. From any thread; then `tell`."""
         self._there[number] = shard
+
+    def tell(self) -> None:
+        """Those who wait in `changed` go on. In the event loop."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -83,8 +86,7 @@ class Parts:
         finally:
             ended.set()
             self._under_way.difference_update(numbers)
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
+            self.tell()
 
     async def changed(self) -> None:
         """Until a minibatch is there, or is not read any more."""

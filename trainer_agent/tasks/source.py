@@ -236,12 +236,8 @@ class TaskSource:
         """These minibatches, one after the other; a process reads one alone."""
         with parts.reading(numbers) as ended:
             if self._processes is None:
-                loop = asyncio.get_running_loop()
-
-                def put(number: int, shard: Shard) -> None:
-                    loop.call_soon_threadsafe(parts.put, number, shard)
-
-                work = self._read_numbers, task, parts, numbers, put, ended
+                tell = partial(asyncio.get_running_loop().call_soon_threadsafe, parts.tell)
+                work = self._read_numbers, task, parts, numbers, tell, ended
                 await self._read_in(self._offload_of(task), *work)
                 return
             asked = await self.offload(self._asked, task, parts, numbers[0])
@@ -359,7 +355,7 @@ class TaskSource:
         return LoadedTask(task, shard, order)
 
     def _read_numbers(
-        self, task: Task, parts: Parts, numbers: list[int], put: Callable[[int, Shard], object], ended: Event
+        self, task: Task, parts: Parts, numbers: list[int], tell: Callable[[], object], ended: Event
     ) -> None:
         """In a thread, which tells the event loop of each minibatch and goes on: coming back for each would
         let the reading stand still in between."""
@@ -373,7 +369,8 @@ class TaskSource:
                         shard.keep_columns()
             if ended.is_set():
                 return
-            put(number, shard)
+            parts.put(number, shard)
+            tell()
 
     def _asked(self, task: Task, parts: Parts, number: int) -> Asked:
         records = parts.records_of(number)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 START_SEED = 67280421310721
 
 #: First records of a dataset in a process, which show whether its records draw.
-PROBED = 64
+PROBED = 32
 
 #: Held while code draws whose numbers matter: a forward pass in the compute thread, a record in a reader's
 # thread.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer_agent.data import open_dataset
-from trainer_agent.data.in_code import LOOK_EVERY, PROBED, reading
+from trainer_agent.data.in_code import LOOK_AT_LEAST, LOOK_EVERY, PROBED, reading
 from trireme_shared.datasets.random_state import Generators, seed_everything, seeded
 from trireme_shared.protocol.errors import InvalidArgument
 from trireme_shared.protocol.records.datasets import Custom, IterableStyle, MapStyle
@@ -140,6 +140,30 @@ def test_records_that_do_not_draw_are_read_while_others_compute():
         assert drawing_items.Quiet.inside.wait(20)
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_a_record_is_looked_at_while_nothing_is_computed_and_one_of_many_waits_for_that():
+    """So a forward pass that is always under way neither keeps reading, nor hides draws for ever."""
+    reader = open_dataset(MapStyle("drawing_items:Late"), 3)
+    read(reader, 0, PROBED)
+    found = []
+
+    def keep_reading():
+        for number in range(300, 1000):
+            try:
+                read(reader, number, 1)
+            except InvalidArgument:
+                found.append(number)
+                return
+
+    thread = threading.Thread(target=keep_reading)
+    with seeded(5):  # as a forward pass
+        thread.start()
+        thread.join(1.0)
+        assert thread.is_alive()
+        assert not found
+    thread.join(20)
+    assert 300 < found[0] <= 300 + LOOK_AT_LEAST
 
 
 def test_a_dataset_that_draws_only_after_many_records_is_refused_by_name():

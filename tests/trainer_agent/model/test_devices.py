@@ -4,6 +4,9 @@ server's CPU."""
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -123,3 +126,44 @@ def test_each_trainer_of_a_host_takes_its_own_gpu(monkeypatch, name):
     found = [device_of(name, deterministic=False, number=number_of(trainer)) for trainer in trainers]
     assert found == [torch.device("cuda", index) for index in (0, 1, 0, 1, 0)]
     assert current == found
+
+
+COMPILED = """
+import sys
+import torch
+from torch import nn
+from trainer_agent.model.devices import compile_each_shape_alone
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+body = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+model = torch.compile(body, backend={backend!r})
+if {alike}:
+    compile_each_shape_alone()
+batches = {{size: torch.randn(size, 5) for size in range(2, 17)}}
+for size in {sizes}:
+    model.zero_grad()
+    model(batches[size]).square().sum().backward()
+print(*(parameter.grad.flatten().tolist() for parameter in model.parameters()))
+"""
+
+
+def gradients_of(sizes, *, alike=True, backend="inductor"):
+    """Of the last batch, in a process of its own that computes batches of these sizes."""
+    code = COMPILED.format(sizes=sizes, alike=alike, backend=backend)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_DYNAMO")}
+    ran = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, timeout=240)
+    return ran.stdout or ran.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and none is here")
+def test_the_kernel_of_a_batch_does_not_depend_on_the_batches_that_a_process_has_met_before():
+    assert gradients_of([4]) == gradients_of([16, 4])
+    assert gradients_of([4]) != gradients_of([16, 4], alike=False), "what the safeguard is for"
+
+
+def test_more_shapes_than_the_compiler_keeps_are_an_error():
+    found = gradients_of(list(range(2, 17)), backend="aot_eager")
+    assert "FailOnRecompileLimitHit" in found

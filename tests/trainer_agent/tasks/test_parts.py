@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -55,16 +56,28 @@ class Master:
         return TaskAnswer(answer="task", task=named[ask.index], following=following)
 
 
-class OneByOne:
-    """Reads a minibatch each time that it is allowed to; what it has read is beside it."""
+class InAThread:
+    """A minibatch is read each time that it is allowed to be; until the end of the block."""
 
-    def __init__(self) -> None:
-        self.allowed = asyncio.Semaphore(0)
+    def __init__(self, monkeypatch) -> None:
+        self.allowed = threading.Semaphore(0)
+        read = Items.__getitem__
+
+        def once_allowed(items, number):
+            if number % SIZE == 0:
+                self.allowed.acquire()
+            return read(items, number)
+
+        monkeypatch.setattr(Items, "__getitem__", once_allowed)
 
     async def __call__(self, work, *arguments):
-        await self.allowed.acquire()
-        *others, numbers = arguments
-        return work(*others, numbers[:1])
+        return await asyncio.to_thread(work, *arguments)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.allowed.release(2 * RECORDS)
 
 
 def lane_of(tmp_path, reads) -> LaneReader:
@@ -83,23 +96,25 @@ def numbers(portion):
     return [record["n"] for record in portion.records]
 
 
-async def test_a_minibatch_is_computed_while_those_after_it_are_read_and_the_next_task_after_them(tmp_path):
-    reads = OneByOne()
-    lane = lane_of(tmp_path, reads)
+async def test_a_minibatch_is_computed_while_those_after_it_are_read_and_the_next_task_after_them(
+    tmp_path, monkeypatch
+):
     position, found = LanePosition(lane=0), []
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-        for _ in range(2 * RECORDS // SIZE):
-            waiting = asyncio.ensure_future(lane.at(position))
-            await asyncio.sleep(0.01)
-            assert lane.at_hand(position) is None
-            assert not waiting.done(), "its own records are not read"
-            reads.allowed.release()
-            portion = await waiting
-            found += numbers(portion)
-            assert lane.next(portion.after) is None
-            lane.read_ahead(group)
-            position = portion.after
-        lane.drop()
+    with InAThread(monkeypatch) as reads:
+        lane = lane_of(tmp_path, reads)
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            for _ in range(2 * RECORDS // SIZE):
+                waiting = asyncio.ensure_future(lane.at(position))
+                await asyncio.sleep(0.01)
+                assert lane.at_hand(position) is None
+                assert not waiting.done(), "its own records are not read"
+                reads.allowed.release()
+                portion = await waiting
+                found += numbers(portion)
+                assert lane.next(portion.after) is None
+                lane.read_ahead(group)
+                position = portion.after
+            lane.drop()
     assert found == list(range(2 * RECORDS))
 
 
