@@ -67,6 +67,8 @@ class ReadingProcesses:
     def __init__(self, setup: Setup, limit_s: float, frozen_s: float = FROZEN_S) -> None:
         self._setup, self._limit_s, self._frozen_s = setup, limit_s, frozen_s
         self.told = deque[str]()
+        #: What the DataLoader that is trained says of the job's settings, once `begun`.
+        self.settings: dict[str, Any] = {}
         self._count = count = setup.spec.data_workers
         self._threads = ThreadPoolExecutor(count, "reading")
         self._lock = Lock()
@@ -237,7 +239,7 @@ class ReadingProcesses:
             )
         self._control = ours
         try:
-            failed = self._exchanged(ours, self._setup, (), limit_s)
+            made = self._exchanged(ours, self._setup, (), limit_s)
         except (EOFError, ConnectionError, TimeoutError) as error:
             how = f"took longer than {limit_s:g} s (task_timeout_ceiling_s)"
             if not isinstance(error, TimeoutError):
@@ -246,9 +248,10 @@ class ReadingProcesses:
             name = self._setup.script.name
             msg = f"the process that makes the datasets of {name} for data_workers {how}"
             raise DatasetError(msg, hint="correct dataset(), or set data_workers = 0") from error
-        if failed is not None:
+        if isinstance(made, TriremeError):
             self._end_template()
-            raise failed
+            raise made
+        self.settings = made
         return ours
 
     def _end_template(self) -> None:

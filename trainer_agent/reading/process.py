@@ -58,6 +58,12 @@ class Reads:
                 )
                 reader.read(dataset.reader, 0, 0)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the DataLoader of the dataset that is trained says of the job's settings."""
+        taken = self._readers[False].taken if False in self._readers else None
+        return {} if taken is None else dict(taken.settings)
+
     def begin(self, number: int) -> None:
         """This process is worker `number` from now on: what a worker of a DataLoader does first. Raises
         DatasetError."""
@@ -129,7 +135,7 @@ def serve_template(control: socket.socket) -> None:
     reads: Reads | None = None
     try:
         reads = Reads(setup)
-        send(control, None)
+        send(control, reads.settings)
     except BaseException as error:  # the user's code may raise anything
         if is_interrupt(error):
             raise

@@ -306,6 +306,8 @@ class TaskSource:
         if self._processes is not None:
             with contextlib.suppress(TriremeError):
                 await self._processes.begun()
+                if isinstance(self.spec.dataset, MapStyle):
+                    self._compare(self.spec.dataset.reader, self._processes.settings)
         for held_out, dataset in ((False, self.spec.dataset), (True, self.spec.evaluation_dataset)):
             if isinstance(dataset, MapStyle) and self._processes is not None:
                 continue

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from trainer_agent.data.in_code import reading
 from trainer_agent.reading.messages import Asked, Setup
 from trainer_agent.reading.pool import ReadingProcesses
 from trainer_agent.script.user_module import load
+from trainer_agent.tasks.source import TaskSource
 from trireme_shared.platform.runtime import clock
 from trireme_shared.protocol.errors import DatasetError
 from trireme_shared.protocol.records import JobSpec
@@ -196,6 +198,16 @@ async def test_records_that_end_every_worker_fail_their_task_and_frozen_or_dead_
         assert await until(lambda: not any(map(lives, pids)))  # workers end with it
         assert len(await made.read(asked(setup.spec, 3, 1))) == 2
         assert (tmp_path / "made").read_text() == "xx"
+
+
+async def test_what_the_data_loader_says_otherwise_than_the_job_is_told_by_the_process_that_made_it(tmp_path):
+    setup, told = setup_of(tmp_path), list[str]()
+    setup = replace(setup, spec=setup.spec.with_fields(global_batch_size=6, shuffle=False))
+    async with processes(setup) as made:
+        source = TaskSource(setup.spec, None, "t", asyncio.to_thread, warn=told.append, processes=made)  # type: ignore[arg-type]
+        await source.make_datasets()
+    (sentence,) = told
+    assert sentence.startswith("the job has global_batch_size = 6, and the DataLoader of ")
 
 
 async def test_a_dataset_that_cannot_be_made_is_told_with_the_task(tmp_path):
