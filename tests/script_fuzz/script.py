@@ -164,6 +164,8 @@ class Script:
     def names(self, surface: str) -> tuple[str, ...]:
         """Words of which a refusal must have one."""
         found = [mutation.names for mutation in self.mutations]
+        if any("trireme.nn.Ema" in mutation.init for mutation in self.mutations):
+            found.append(("Ema begins",))  # others may give other values to what it has copied
         if "asynchronous" in surface:
             found += [mutation.async_names for mutation in self.mutations]
         if "loop" in surface:

@@ -14,6 +14,7 @@ from tests.trainer_agent.cluster import cluster, trained_in
 from tests.trainer_agent.collective.cluster import cluster as collective_cluster
 from tests.zoo.models import INDUCTOR, ZOO, Model
 from tests.zoo.training import SLOWABLE, Trained, differences, has_fallen, plainly, spec_of, write_script
+from trainer_agent.model.devices import compile_each_shape_alone
 from trainer_agent.script.user_module import load
 from trireme.plain import run
 from trireme_shared.protocol.records import JobSpec, JobState, Phase
@@ -110,13 +111,11 @@ async def test_compiled_kernels_change_no_bit_when_processes_are_killed(
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    import torch._dynamo
-
-    torch._dynamo.reset()  # what this process has compiled before
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # as in jobs and by `python script.py`
-        script = write_script(tmp_path, INDUCTOR)
-        spec = spec_of(script, epochs=2, strategy=strategy)
-        plain = plainly(tmp_path, INDUCTOR, spec)  # first: the jobs, with less time, find its kernels
-        assert differences(await trained(spec), plain) == []
-        quiet = await trained(spec_of(script, lanes=4, strategy=strategy, storage=str(tmp_path / "quiet")))
-        assert differences(await killed(tmp_path, INDUCTOR, strategy), quiet) == []
+    torch.compiler.reset()  # what this process has compiled before
+    compile_each_shape_alone()  # as in jobs and by `python script.py`
+    script = write_script(tmp_path, INDUCTOR)
+    spec = spec_of(script, epochs=2, strategy=strategy)
+    plain = plainly(tmp_path, INDUCTOR, spec)  # first: the jobs, with less time, find its kernels
+    assert differences(await trained(spec), plain) == []
+    quiet = await trained(spec_of(script, lanes=4, strategy=strategy, storage=str(tmp_path / "quiet")))
+    assert differences(await killed(tmp_path, INDUCTOR, strategy), quiet) == []

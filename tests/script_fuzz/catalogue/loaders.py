@@ -10,7 +10,8 @@ from tests.script_fuzz.script import SEED
 from trireme_shared.datasets.random_state import seed_of
 
 DATA = "torch.utils.data"
-LOADER = f"{DATA}.DataLoader(rows(), batch_size=8{{}})"
+BATCH = 8
+LOADER = f"{DATA}.DataLoader(rows(), batch_size={BATCH}{{}})"
 IN_ORDER = {"shuffle": False}
 STREAM = f"""
 class Stream({DATA}.IterableDataset):
@@ -40,7 +41,9 @@ SUBSET = f"{DATA}.Subset(rows(), list(reversed(range(28))))"
 
 
 def loader(name: str, arguments: str, *names: str, **more: object) -> Mutation:
-    given = {"loader": LOADER.format(arguments), "alone": bool(names), **more}
+    own = {"global_batch_size": BATCH}  # another one of the script would be refused
+    settings = own | more.pop("settings", {})  # type: ignore[arg-type, operator]
+    given = {"loader": LOADER.format(arguments), "alone": bool(names), "settings": settings, **more}
     return Mutation(f"a loader {name}", names, **given)  # type: ignore[arg-type]
 
 
