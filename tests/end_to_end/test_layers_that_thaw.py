@@ -38,7 +38,7 @@ import time
 
 
 def loss(model, batch):
-    time.sleep(0.1 if (HERE / "slow").exists() else 0)
+    time.sleep(0.3 if (HERE / "slow").exists() else 0)
     if model.training:
         model.steps += 1
     step = int(model.steps)
