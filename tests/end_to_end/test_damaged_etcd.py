@@ -19,10 +19,11 @@ def test_a_damaged_log_has_an_exit_code_of_its_own_and_the_checkpoints_are_the_w
     wait_for_step(trireme, 2)
     process.send_signal(signal.SIGTERM)
     assert trireme.end_of(process).code == 130
-    for log in (tmp_path / ".trireme" / "script" / "etcd").rglob("*.wal"):  # etcd may have begun a second one
-        content = bytearray(log.read_bytes())
-        content[500:20_000] = bytes(byte ^ 0x5A for byte in content[500:20_000])
-        log.write_bytes(content)
+    (log,) = (tmp_path / ".trireme" / "script" / "etcd").rglob("*.wal")
+    content = log.read_bytes()
+    assert b"/trireme/" in content
+    # within records: etcd takes a length that is too large for a write that was torn, and goes on without it
+    log.write_bytes(content.replace(b"/trireme/", b"/trireMe/"))
     done = trireme.run("run", script, "--epochs", 100_000)
     assert (done.code, done.out) == (DAMAGED, ""), done.err
     assert "error: etcd cannot read its files in " in done.err
