@@ -80,29 +80,23 @@ class Drawing:
         self._check()
         done = 0
         while done < len(numbers):
-            looked_at = []
-            with self._to_be_looked_at() as looks:
-                if looks:
-                    looked_at = self._alone(seed, numbers[done:], read)
-            if looked_at:
+            if looked_at := self._looked_at(seed, numbers, done, read):
                 yield from looked_at
                 done += len(looked_at)
             else:
                 yield read(numbers[done])
                 done, self._read = done + 1, self._read + 1
 
-    @contextmanager
-    def _to_be_looked_at(self) -> Iterator[bool]:
-        """Whether the next record is read alone. Reading beside forward passes would stand still if each
-        record that is only looked at waited for them."""
+    def _looked_at(self, seed: int, numbers: Sequence[int], done: int, read: Callable[[int], T]) -> list[T]:
+        """The next records, read alone; none if they are read beside whatever runs. Reading would stand still
+        if each record that is only looked at waited for forward passes."""
         unseen = self._read - self._looked
         if self._generator or self._read < PROBED or unseen >= LOOK_AT_LEAST:
-            yield True
-        elif unseen < LOOK_EVERY:
-            yield False
-        else:
-            with alone_if_free() as free:
-                yield free
+            return self._alone(seed, numbers[done:], read)
+        if unseen < LOOK_EVERY:
+            return []
+        with alone_if_free() as free:
+            return self._alone(seed, numbers[done:], read) if free else []
 
     def _alone(self, seed: int, numbers: Sequence[int], read: Callable[[int], T]) -> list[T]:
         """At least one of them, for TURN_S."""

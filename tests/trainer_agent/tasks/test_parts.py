@@ -65,7 +65,7 @@ class InAThread:
 
         def once_allowed(items, number):
             if number % SIZE == 0:
-                self.allowed.acquire()
+                self.allowed.acquire(timeout=20)
             return read(items, number)
 
         monkeypatch.setattr(Items, "__getitem__", once_allowed)

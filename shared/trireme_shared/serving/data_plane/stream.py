@@ -220,9 +220,9 @@ class PserverStream(FrameStream):
         assert push.pushing is not None
         assert push.memory is not None
         assert item is not None
-        push.pushing.learn(item)
         # rows come behind the block that tells the step's result
         if self._referred is not None or item.block == ROWS:
+            push.pushing.learn(item)
             self.apply_later(push, item, payload if self._referred is None else self._referred)
             self._referred = None
             return
