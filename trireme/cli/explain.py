@@ -19,7 +19,7 @@ from trireme.client.exchange import MASTERLESS, given_token
 from trireme.launch import resume, run_folder
 from trireme.view.child_events import ENDS, read_events
 from trireme.view.job_address import address_of, open_job
-from trireme.view.report import without_tokens
+from trireme.view.report import epochs_of, without_tokens
 from trireme_shared.checkpoints import stored
 from trireme_shared.platform.etcd import Etcd, Get
 from trireme_shared.platform.etcd.reading import read_record
@@ -216,7 +216,7 @@ def explain_ended(result: Mapping[str, Any]) -> Explanation:
         cause = Cause(
             code=Code.JOB_COMPLETED,
             summary=f"Job {job} is completed: nothing is left to do.",
-            details=(f"{result['records']:,} records were trained in {result['epochs']} epochs.", *models),
+            details=(f"{result['records']:,} records were trained in {epochs_of(result)}.", *models),
             hints=(f"trireme status {option}", "trireme run SCRIPT --fresh trains it again"),
         )
         return explanation_of(job, cause)

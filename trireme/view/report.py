@@ -89,7 +89,7 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
             "job",
             f"{document['job']} {document['phase']} after {document['seconds']:.1f} s ({document['mode']})",
         ),
-        ("records", f"{document['records']:,} in {_epochs(document)} epochs"),
+        ("records", f"{document['records']:,} in {epochs_of(document)}"),
         ("restarts", restarts),
         *[(name, number(value)) for name, value in document["metrics"].items()],
         *_best(document.get("best"), document["mode"]),
@@ -133,10 +133,11 @@ def _best(best: Mapping[str, Any] | None, mode: str) -> list[tuple[str, str]]:
     )
 
 
-def _epochs(document: Mapping[str, Any]) -> str:
-    """`5`, or `2 of 5`."""
+def epochs_of(document: Mapping[str, Any]) -> str:
+    """`1 epoch`, `5 epochs`, or `2 of 5 epochs`."""
     done, epochs = document.get("epochs_done", document["epochs"]), document["epochs"]
-    return f"{epochs}" if done == epochs else f"{done} of {epochs}"
+    begun = "" if done == epochs else f"{done} of "
+    return f"{begun}{epochs} epoch{'' if epochs == 1 else 's'}"
 
 
 def _loss_epoch(document: Mapping[str, Any]) -> str:

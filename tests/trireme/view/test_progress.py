@@ -120,6 +120,9 @@ def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
         "accuracy             0.9861",
         "model (safetensors)  /m.safetensors",
     ]
+    assert "records              17,256 in 1 epoch\n" in summary_text(
+        document | {"epochs": 1, "epochs_done": 1}
+    )
 
 
 @pytest.mark.parametrize(
